@@ -11,6 +11,11 @@ HEAD = """<script>
       each.setAttribute("aria-label", label || "Image");
     });
   };
-  new MutationObserver(add).observe(document.documentElement, {childList: true, subtree: true});
+  let isDue = false;
+  new MutationObserver(() => {  // which each step of a job calls often, while the workers compute
+    if (isDue) return;
+    isDue = true;
+    setTimeout(() => { isDue = false; add(); }, 200);
+  }).observe(document.documentElement, {childList: true, subtree: true});
 })();
 </script>"""

@@ -9,9 +9,8 @@ from . import html
 from .comparison import HEAD, ComparedImages, compare
 from .fields import Fields, Forms, clears_error, image_fields, result, result_pair
 from .handler_errors import reports_errors
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .presets import Preset, preset_or_plan
 from .state import AppState
 

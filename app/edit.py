@@ -49,8 +49,13 @@ class ImageEdit:
         size = size_of(background, side)
         mask = mask_of(painted.get("layers") or [], size)
         request = GenerateRequest.of(width=size[0], height=size[1], **fields)
-        image = background.convert("RGB").resize(size)
-        return cls(image=image, mask=mask, generate=request, strength=float(strength or 0))
+        return cls(image=on_white(background).resize(size), mask=mask, generate=request, strength=float(strength or 0))
+
+
+def on_white(image: Any) -> Any:
+    """A PIL image in RGB, white where it is transparent: there the editor hands over black, which nobody sees."""
+    opaque = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque).convert("RGB")
 
 
 def size_of(image: Any, side: int) -> tuple[int, int]:

@@ -10,10 +10,8 @@ from . import html
 from .edit import MAX_SIDE, ImageEdit, edit
 from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
-from .image_parameters import add_parameters
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .loras import loras_of
 from .mask_editor import mask_editor
 from .requests import MAX_PROMPT, MAX_STEPS, MIN_SIDE
@@ -41,8 +39,7 @@ class EditTab(JobTab):
 
         def work(job: Job) -> Any:
             found = edit(state.image_runner, job, request)
-            facts = {"Denoising strength": f"{request.strength:g}", "Version": "patchpar"}
-            state.history.add(owner, add_parameters(found.image, request.generate, facts))
+            state.keep(owner, request.generate, found, {"Denoising strength": f"{request.strength:g}"})
             state.job_queue.store(owner, "run", found.run)
             return found
 

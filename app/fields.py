@@ -70,9 +70,13 @@ class Forms:
         self.components.append(component)
         return component
 
+    def has_defaults_of(self, known: Defaults) -> bool:
+        """Whether the components were made with these defaults."""
+        return known == self._before
+
     def filled(self, known: Defaults, values: Sequence[Any]) -> list[Any]:
         """Updates of the components, whose current values are `values`; a value that a user has changed stays."""
-        if known == self._before:
+        if self.has_defaults_of(known):
             return [gr.skip() for _ in self.components]
         return [
             gr.update(**self._changes(each, known, value)) for each, value in zip(self._initial, values, strict=True)

@@ -9,10 +9,15 @@ from . import html
 from .fields import Fields
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .preset_forecasts import HEAD, PresetForecasts, forecast_presets
 from .requests import GenerateRequest
 from .state import AppState
+
+
+def failed(message: str) -> tuple[Any, ...]:
+    """Outputs of `show` for an error. The buttons stay: another job of the page may be running."""
+    return html.failure(message), gr.skip(), gr.skip()
 
 
 class ForecastPanel(JobTab):
@@ -21,28 +26,32 @@ class ForecastPanel(JobTab):
     kind = "forecast"
 
     def __init__(self, state: AppState) -> None:
-        super().__init__(state, show, html.failure)
+        super().__init__(state, show, failed)
 
     def submit(self, owner: str, request: GenerateRequest) -> Job:
         """Queue the job. Raises PlanError."""
         return self._queue(owner, lambda job: forecast_presets(self._state.workers, job, request))
 
-    @reports_errors(html.failure)
+    @reports_errors(failed)
     async def forecast(self, owner: str, *fields: Any) -> AsyncIterator[Any]:
         """The button."""
         async for update in self._updates(owner, self.submit(owner, Fields.request(*fields))):
             yield update
 
-    def build(self, owner: gr.State, fields: Fields) -> None:
+    def build(self) -> None:
         """Add the button and the table."""
-        start = gr.Button("Forecast seconds, bytes and memory of presets", size="sm", elem_id="image-forecast")
-        table = gr.HTML(elem_id="forecast-status")
-        start.click(self.forecast, [owner, *fields.components], table, show_progress="hidden")
+        self.start = gr.Button("Forecast seconds, bytes and memory of presets", size="sm", elem_id="image-forecast")
+        self.table = gr.HTML(elem_id="forecast-status")
+
+    def connect(self, owner: gr.State, fields: Fields, start: gr.Button, cancel: gr.Button) -> None:
+        """Attach the handler. `start`, `cancel`: the tab's buttons, of which the second ends a forecast too."""
+        filled = [self.table, start, cancel]
+        self.start.click(self.forecast, [owner, *fields.components], filled, show_progress="hidden")
 
 
-def show(view: JobView | None) -> str:
-    """Progress, then the table and what its numbers are."""
+def show(view: JobView | None) -> tuple[Any, ...]:
+    """Progress, then the table and what its numbers are; both buttons."""
     if view is None or view.state != "done":
-        return html.status(view)
+        return html.status(view), *buttons(view)
     found: PresetForecasts = view.result
-    return html.table(HEAD, found.rows, stacked=True) + html.notice(found.note)
+    return html.table(HEAD, found.rows, stacked=True) + html.notice(found.note), *buttons(view)

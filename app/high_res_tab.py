@@ -10,9 +10,8 @@ from . import html
 from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result, result_pair, uploaded
 from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .limits import read_image
 from .loras import loras_of
 from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, GenerateRequest

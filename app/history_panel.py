@@ -32,7 +32,7 @@ class HistoryPanel:
         files = [str(path) for path in self._history.thumbnails(owner)]
         return gr.update(visible=bool(files)), files, ""
 
-    @reports_errors(lambda message: UNCHANGED)
+    @reports_errors()
     def refresh(self, owner: str) -> tuple[Any, Any, str]:
         """The tab was opened: other tabs may have added images."""
         return self.updates(owner)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar import PlanError
+from patchpar import PatchparError, PlanError
 
 from .image_parameters import read_parameters
 from .requests import GenerateRequest
@@ -29,14 +29,25 @@ class ImageHistory:
     folder: Path
 
     def add(self, owner: str, image: Any) -> None:
-        """Keep a PIL image of a page with the parameters that `image_parameters.add_parameters` has added."""
+        """Keep a PIL image of a page with the parameters that `image_parameters.add_parameters` has added.
+
+        Raises PatchparError where the disk takes no more.
+        """
         page = self.folder / owner
-        page.mkdir(exist_ok=True)
         path = page / f"{time.time_ns():020d}.png"
         small = image.copy()
         small.thumbnail((THUMBNAIL, THUMBNAIL))
-        small.save(path.with_suffix(".webp"))
-        image.save(path, pnginfo=_text_of(image))
+        try:
+            page.mkdir(exist_ok=True)
+            small.save(path.with_suffix(".webp"))
+            image.save(path, pnginfo=_text_of(image))
+        except OSError as error:
+            for part in (path, path.with_suffix(".webp")):
+                part.unlink(missing_ok=True)
+            raise PatchparError(
+                f"the image cannot be kept: {error.strerror or error}; free some space in the server's folder of "
+                "temporary files, and generate it again"
+            ) from error
         self._remove_old(page)
 
     def names(self, owner: str) -> list[str]:

@@ -16,7 +16,7 @@ from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .job_updates import updates_of
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
 from .requests import GenerateRequest, as_whole, check_whole
@@ -108,12 +108,6 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     return update, html.status(view, HINT), "", *buttons(view)
 
 
-def buttons(view: JobView | None) -> tuple[Any, Any]:
-    """Updates of the start and the cancel button: exactly one is enabled."""
-    is_busy = view is not None and not view.is_over
-    return gr.update(interactive=not is_busy), gr.update(interactive=is_busy)
-
-
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
     """Build the tab. Returns it, and the outputs of `resume`."""
     tab = ImageTab(state)
@@ -121,11 +115,13 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
         with gr.Column(scale=5, min_width=320):
             fields = image_fields(forms)
             chosen, traced = _plan_fields(tab, state)
-            ForecastPanel(state).build(owner, fields)
+            forecast = ForecastPanel(state)
+            forecast.build()
             count = gr.Slider(1, MAX_IMAGES, 1, step=1, label="Images (seeds that follow)")
             with gr.Row():
                 start = gr.Button("Generate", variant="primary", interactive=False, elem_id="image-generate")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
+            forecast.connect(owner, fields, start, cancel)
             file = tab.history.build_reader()
         with gr.Column(scale=6, min_width=320):
             image = result("Image", "image-result", height=420)

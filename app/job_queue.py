@@ -70,6 +70,11 @@ class JobQueue(WorkQueue):
         with self._changed:
             return self._page(owner).job_queue.get(kind)
 
+    def kinds_of(self, owner: str) -> list[str]:
+        """The kinds of jobs that the page has had."""
+        with self._changed:
+            return [*self._page(owner).job_queue]
+
     def store(self, owner: str, name: str, value: Any) -> None:
         """Store a value for a page; the least recent pages are dropped beyond MAX_PAGES."""
         with self._changed:

@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar
 
+import gradio as gr
+
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
 from .job_updates import updates_of
@@ -32,3 +34,9 @@ class JobTab:
     async def _resume(self, owner: str) -> AsyncIterator[Any]:
         async for update in self._updates(owner, self._state.job_queue.job_of(owner, self.kind)):
             yield update
+
+
+def buttons(view: JobView | None) -> tuple[Any, Any]:
+    """Updates of the start and the cancel button: exactly one is enabled."""
+    is_busy = view is not None and not view.is_over
+    return gr.update(interactive=not is_busy), gr.update(interactive=is_busy)

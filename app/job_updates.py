@@ -7,6 +7,9 @@ from typing import Any
 
 from .job_queue import Job, JobView
 
+BEGIN_SECONDS = 0.03
+"""How long a page waits for its first update: a job that need not wait has sent its call to the workers by then, which
+the update, made in the same process, would hold up."""
 PREVIEW_SECONDS = 0.05
 """How long the number of a step waits for its preview, so that a page gets both in one update."""
 
@@ -23,6 +26,9 @@ async def updates_of(job: Job | None, show: Callable[[JobView | None], Any]) -> 
             loop.call_soon_threadsafe(changed.set)
 
     with job.listening(wake):
+        if not job.view.is_over:
+            await asyncio.sleep(BEGIN_SECONDS)
+            changed.clear()
         seen = job.view
         yield show(seen)
         while not seen.is_over:

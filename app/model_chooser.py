@@ -1,5 +1,6 @@
 """Another model for the page: an embedded one, a folder, or a name of the hub, loaded by a job like any other."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -46,7 +47,9 @@ class ModelChooser:
     @reports_errors(lambda message: (html.failure(message), ""))
     async def load(self, owner: str, model: str) -> AsyncIterator[tuple[str, str]]:
         """The button: (status, the model once it is loaded)."""
-        async for update in updates_of(self.submit(owner, (model or "").strip()), _status):
+        # Reads the files of the model, which must not block other pages.
+        job = await asyncio.to_thread(self.submit, owner, (model or "").strip())
+        async for update in updates_of(job, _status):
             yield update
 
     @reports_errors()

@@ -1,6 +1,7 @@
 """The page: tabs, theme, page load and unload."""
 
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from .sessions import PAGE_NAME_JS
 from .state import AppState
 
 STYLE = Path(__file__).with_name("style.css")
+YES = "yes"
+OPENING_JS = """(found) => {
+  const kinds = KINDS, has = kinds.map((kind) => found.split(",").includes(kind));
+  const update = (number) => has[number] ? {__type__: "update"} : {__type__: "update", interactive: true};
+  return [...BUTTONS.map(update), ...has.map((each) => each ? "yes" : "")];
+}"""
+"""Enables the buttons that start a run, of tabs that have nothing to get back; tells the others to get it."""
 CACHE = (600, 3600)  # seconds: how often files are deleted, and from which age: previews, results, uploads
 FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # no font is downloaded
 
@@ -46,7 +54,7 @@ def build(state: AppState) -> gr.Blocks:
     """The whole page."""
     with ErrorReportingBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
         forms = Forms(defaults_before(state.workers.setup.model), lambda: _known(state))
-        owner, page_name = gr.State(""), gr.Textbox(visible="hidden")
+        owner, page_name, found, has_others = gr.State(""), *(gr.Textbox(visible="hidden") for _ in range(3))
         title = gr.HTML(heading(state))
         chooser = ModelChooser(state, forms) if state.workers.may_change else None
         if chooser is not None:
@@ -74,9 +82,9 @@ def build(state: AppState) -> gr.Blocks:
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
         if chooser is not None:
             chooser.connect(page, owner, title)
-        _welcome(page, state, owner, page_name, (image, edited, pair, high_res, *videos, stream))
-        loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
-        loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
+        connected = _welcome(page, state, [page_name], [owner, found])
+        _resume(connected, owner, found, (image, edited, pair, high_res, *videos, stream))
+        _follow_loading(page, state, forms, ready, has_others)
     return page
 
 
@@ -88,31 +96,59 @@ def _video_tab(state: AppState, owner: gr.State) -> list[Any]:
         return [video_tab.build(state, owner)]
 
 
-def _welcome(page: gr.Blocks, state: AppState, owner: gr.State, page_name: gr.Textbox, tabs: tuple[Any, ...]) -> None:
-    """A page that connects gets its jobs back; a page that disconnects loses them after a grace period."""
+def _welcome(page: gr.Blocks, state: AppState, named: list[Any], filled: list[Any]) -> Any:
+    """A page that connects keeps its job; one that disconnects loses it after a grace period.
+
+    `filled`: with the name of the page, and the tabs that have something to get back. Returns the event.
+    """
 
     @reports_errors()
-    def connect(name: str, request: gr.Request) -> str:
-        return state.sessions.connect(str(request.session_hash), name)
+    def connect(name: str, request: gr.Request) -> tuple[str, str]:
+        owner = state.sessions.connect(str(request.session_hash), name)
+        return owner, ",".join(state.kinds_of(owner))
 
     @reports_errors()
     def disconnect(request: gr.Request) -> None:
         state.sessions.disconnect(str(request.session_hash))
 
-    connected = page.load(connect, page_name, owner, js=PAGE_NAME_JS, show_progress="hidden")
-    for tab, filled in tabs:
-        connected.then(tab.resume, owner, filled, show_progress="hidden")
     page.unload(disconnect)
+    return page.load(connect, named, filled, js=PAGE_NAME_JS, show_progress="hidden")
 
 
-def _filling(state: AppState, forms: Forms) -> Callable[..., Any]:
-    """The handler that sets the fields to the defaults of the loaded model."""
+def _resume(connected: Any, owner: gr.State, found: gr.Textbox, tabs: tuple[Any, ...]) -> None:
+    """Tabs get their last jobs back, and only those that have one are filled.
+
+    With each message of a job the browser updates all that an event of the page has ever filled. An event without a
+    handler on the server does not count.
+    """
+    has_job = [gr.Textbox(visible="hidden") for _ in tabs]
+    starts = [
+        (number, each)
+        for number, (_, filled) in enumerate(tabs)
+        for each in filled
+        if getattr(each, "variant", "") == "primary"
+    ]
+    kinds, numbers = json.dumps([tab.kind for tab, _ in tabs]), json.dumps([number for number, _ in starts])
+    js = OPENING_JS.replace("KINDS", kinds).replace("BUTTONS", numbers)
+    connected.then(None, found, [*(each for _, each in starts), *has_job], js=js, show_progress="hidden")
+    for box, (tab, filled) in zip(has_job, tabs, strict=True):
+        box.change(tab.resume, owner, filled, show_progress="hidden")
+
+
+def _follow_loading(page: gr.Blocks, state: AppState, forms: Forms, ready: gr.HTML, has_others: gr.Textbox) -> None:
+    """Show how the model is loaded. Then the fields get its defaults, if it has others than they have at first."""
+
+    @reports_errors()
+    def ask() -> str:
+        return "" if forms.has_defaults_of(_known(state)) else YES
 
     @reports_errors()
     def fill(*values: Any) -> list[Any]:
         return forms.filled(_known(state), values)
 
-    return fill
+    loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
+    loaded.then(ask, None, has_others, show_progress="hidden")
+    has_others.change(fill, forms.components, forms.components, show_progress="hidden")
 
 
 def _known(state: AppState) -> Defaults:

@@ -13,12 +13,12 @@ from .fields import Forms
 from .forecast import MAX_DEVICES, MAX_PROMPTS, CallToPlan, forecast, link_estimate, plan_diagram
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .machine_plans import HEAD, MACHINES, MachinePlans, plans_on
 from .requests import MAX_STEPS, as_whole, check_whole
 from .state import AppState
 
-NOT_YET = "The model is being loaded: try again in a moment."
+NOT_YET = "The model is not loaded yet: try again when it is. An image that is generated loads it."
 
 
 def failed(message: str) -> tuple[str, str, str]:
@@ -54,21 +54,26 @@ class PlanTab:
         return html.notice(link_estimate(self._state.job_queue.stored(owner, "run"), link))
 
 
+def failed_machine(message: str) -> tuple[Any, ...]:
+    """Outputs of a forecast for an error."""
+    return html.failure(message), gr.skip(), gr.skip()
+
+
 class MachinePanel(JobTab):
     """Event handlers of the forecast for a machine."""
 
     kind = "machine"
 
     def __init__(self, state: AppState) -> None:
-        super().__init__(state, show_machine, html.failure)
+        super().__init__(state, lambda view: (show_machine(view), *buttons(view)), failed_machine)
 
     def submit(self, owner: str, machine: str, call: CallToPlan, steps: int) -> Job:
         """Queue the job. Raises PlanError."""
         check_whole("steps", steps, 1, MAX_STEPS)
         return self._queue(owner, lambda job: plans_on(self._state.workers, job, machine, call, steps))
 
-    @reports_errors(html.failure)
-    async def forecast(self, owner: str, machine: str, steps: Any, *fields: Any) -> AsyncIterator[str]:
+    @reports_errors(failed_machine)
+    async def forecast(self, owner: str, machine: str, steps: Any, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: width, height, and whether there is guidance."""
         width, height, guided = fields
         call = call_of(1, width, height, guided, 1)
@@ -76,15 +81,18 @@ class MachinePanel(JobTab):
             yield update
 
     def build(self, owner: gr.State, forms: Forms, fields: list[Any]) -> None:
-        """Add the machine, the steps, the button and the table."""
+        """Add the machine, the steps, the buttons and the table."""
         with gr.Row(equal_height=True):
             machine = gr.Dropdown(
                 [*MACHINES], value=MACHINES[1], allow_custom_value=True, label="Machine", min_width=200, scale=3
             )
             steps = forms.add(gr.Number, lambda each: {"value": each.steps}, label="Steps", precision=0, min_width=90)
             start = gr.Button("Seconds and memory", min_width=150, elem_id="machine-run")
+            cancel = gr.Button("Cancel", interactive=False, min_width=90, elem_id="machine-cancel")
         table = gr.HTML(elem_id="machine-status")
-        start.click(self.forecast, [owner, machine, steps, *fields], table, show_progress="hidden")
+        filled = [table, start, cancel]
+        start.click(self.forecast, [owner, machine, steps, *fields], filled, show_progress="hidden")
+        cancel.click(reports_errors()(self._state.job_queue.cancel), owner, None, show_progress="hidden")
 
 
 def call_of(devices: Any, width: Any, height: Any, guided: Any, prompts: Any) -> CallToPlan:

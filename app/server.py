@@ -67,7 +67,7 @@ def read_users(text: str | None, flag: str = "--auth") -> tuple[tuple[str, str],
     lines = [text]
     if ":" not in text:
         try:
-            lines = [line for line in Path(text).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line for line in Path(text).read_text(encoding="utf-8-sig").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text file"
             raise PlanError(

@@ -1,9 +1,12 @@
 """State behind the page: one job queue, one set of workers, the page sessions."""
 
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from .feeds import Feeds
 from .image_history import ImageHistory
@@ -52,8 +55,9 @@ class AppState:
         """Folder of a page's files. Files of any page older than an hour are deleted."""
         pages = self._folder("pages")
         for old in pages.glob("*/*"):
-            if time.time() - old.stat().st_mtime > HOUR:
-                old.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another page may have deleted it just now
+                if time.time() - old.stat().st_mtime > HOUR:
+                    old.unlink()
         folder = pages / owner
         folder.mkdir(exist_ok=True)
         return folder
@@ -63,12 +67,26 @@ class AppState:
         """Images that pages have generated; they stay as long as the server, within its limits."""
         return ImageHistory(self._folder("history"))
 
-    def keep(self, owner: str, request: GenerateRequest, image: JobImage) -> None:
-        """Add an image to its page's history, with its parameters. A folder goes by its name, not by its path."""
+    def keep(
+        self,
+        owner: str,
+        request: GenerateRequest,
+        image: JobImage,
+        more: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Add an image to its page's history, with its parameters. A folder goes by its name, not by its path.
+
+        `more`: further parameters, by name. Raises PatchparError where the disk takes no more.
+        """
         model = self.workers.setup.model
         known = Path(model).name if Path(model).is_dir() else model
-        facts = {"Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
+        facts = {**more, "Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
         self.history.add(owner, add_parameters(image.image, request, facts))
+
+    def kinds_of(self, owner: str) -> list[str]:
+        """The kinds of jobs that a page gets back when it is reloaded; its history comes back like an image."""
+        images = ["image"] if self.history.names(owner) else []
+        return [*images, *self.job_queue.kinds_of(owner)]
 
     @property
     def uploads(self) -> Path:

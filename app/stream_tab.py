@@ -16,9 +16,8 @@ from .feeds import ImageFeed, LiveFeed, MediaFeed, VideoFeed
 from .fields import Fields, Forms, clears_error, image_fields, uploaded
 from .handler_errors import reports_errors
 from .image_stream import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .job_updates import updates_of
 from .limits import read_audio_file, read_image
 from .requests import MAX_PROMPT

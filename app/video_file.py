@@ -83,7 +83,7 @@ class VideoFile:
                         taken = math.floor(seconds * rate + 1e-6) + 1
                         yield _upright(frame)
         except av.FFmpegError as error:
-            raise PlanError(f"the video ends early, after {taken} frames: {error}") from error
+            raise PlanError(f"the video ends early, after {taken} frames: {error.strerror}") from error
 
 
 def _timed(container: Any) -> Iterator[tuple[float, Any]]:

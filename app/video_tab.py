@@ -1,5 +1,6 @@
 """The tab Video: a video from a prompt, by a model of its own that generates videos."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,9 +9,8 @@ import gradio as gr
 from . import html
 from .fields import GUIDANCE, clears_error, seed_field
 from .handler_errors import reports_errors
-from .image_tab import buttons
 from .job_queue import Job, JobView
-from .job_tab import JobTab
+from .job_tab import JobTab, buttons
 from .presets import Preset, preset_or_plan
 from .requests import MAX_PROMPT
 from .state import AppState
@@ -49,7 +49,9 @@ class VideoTab(JobTab):
     async def generate(self, owner: str, plan: str, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: in the order of NAMES."""
         request = VideoJobRequest.of(**dict(zip(NAMES, fields, strict=True)))
-        job = self.submit(owner, request, preset_or_plan(plan, self._state.workers.count))
+        preset = preset_or_plan(plan, self._state.workers.count)
+        # Reads the files of the model, which must not block other pages.
+        job = await asyncio.to_thread(self.submit, owner, request, preset)
         async for update in self._updates(owner, job):
             yield update
 

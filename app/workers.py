@@ -99,15 +99,15 @@ class AppWorkers:
 
         Raises PlanError, LaunchError.
         """
-        before = self.setup
+        before, known = self.setup, self._model
         self.close()
         gc.collect()
-        self.setup = setup
+        self.setup, self._model = setup, None
         try:
             self.image_pipeline()
         except BaseException:
             self.close()
-            self.setup, self._model = before, None
+            self.setup, self._model = before, known
             raise
 
     @property

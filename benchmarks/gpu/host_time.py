@@ -2,8 +2,9 @@
 
 On a GPU this is the time in which the process enqueues a step. Tensors are on the CPU and messages go nowhere, but all
 of torch.distributed's own Python runs. A fused operator, one launch on a GPU, is what it is there up to the launch,
-which is left out (`fake_launch`), instead of its eager twin of many operators. The split step and the plain one of the
-same band run in turns; of each the least processor time counts, which other programs on the machine disturb least.
+which is left out (`fake_launch`), instead of its eager twin of many operators. The split step runs in turns with the
+plain one of the same band, by a copy of the network that has no hooks; of each the least processor time counts, which
+other programs on the machine disturb least.
 
 Beside the time stands how many functions written in Python run, which is the same on every machine.
 """
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -55,7 +57,7 @@ TorchFunction = tuple[Callable[..., Any], Any, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiny:
-    """A narrow network with a call of the whole image, and the plain call of one rank's band."""
+    """A narrow network with a call of the whole image, and the call of one rank's band of a copy without hooks."""
 
     whole: Denoiser
     band: Step
@@ -98,9 +100,9 @@ def tiny_sdxl(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
         "added_cond_kwargs": {"text_embeds": torch.randn(2, 32), "time_ids": torch.zeros(2, 6)},
         "return_dict": False,
     }
-    band = {**call, "sample": call["sample"][:, :, :8].contiguous()}
+    band, plain = {**call, "sample": call["sample"][:, :, :8].contiguous()}, deepcopy(network)
     whole = Denoiser(network=network, call=call, prepare=knowing_sites(discover(network, network.forward, (), call)))
-    return Tiny(whole=whole, band=lambda: network(**band))
+    return Tiny(whole=whole, band=lambda: plain(**band))
 
 
 def tiny_flux(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
@@ -119,9 +121,9 @@ def tiny_flux(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
     network = network.eval().requires_grad_(False)
     rows = 2 * world
     call = _tiny_flux_call(rows)
-    band = _tiny_flux_call(2)
+    band, plain = _tiny_flux_call(2), deepcopy(network)
     prepare = knowing_tokens(network, TokenGrid(1, rows, COLUMNS))
-    return Tiny(whole=Denoiser(network=network, call=call, prepare=prepare), band=lambda: network(**band))
+    return Tiny(whole=Denoiser(network=network, call=call, prepare=prepare), band=lambda: plain(**band))
 
 
 def _tiny_flux_call(rows: int) -> dict[str, object]:

@@ -161,7 +161,7 @@ class PatchparRemote(io.ComfyNode):
 
         from openai import APIConnectionError, OpenAI
 
-        key = key_in(Path(key_file).read_text()) if key_file else "none"
+        key = key_in(Path(key_file).read_text(encoding="utf-8-sig")) if key_file else "none"
         call = {"prompt": prompt, "size": f"{width}x{height}", "n": images}
         extra = {"seed": seed, "num_inference_steps": steps}
         with OpenAI(base_url=url, api_key=key) as client:

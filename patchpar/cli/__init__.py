@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from patchpar.cli.verbs import VERBS, LazyVerbs, command_of
+from patchpar.launch.descriptors import open_standard_descriptors
 from patchpar.models.absent_libraries import leave_out_libraries
 
 RECORDING = ("plan", "simulate")
@@ -49,6 +50,7 @@ def options(
 
 def main() -> None:
     """Entry point of the `patchpar` command."""
+    open_standard_descriptors()
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     verb = next(iter(sys.argv[1:]), "")

@@ -14,7 +14,7 @@ import typer
 from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, ImageFlags, plan_of
 from patchpar.cli.generate import images_of
-from patchpar.cli.output_files import check_writable, names_for, save
+from patchpar.cli.output_files import check_writable, names_for, save, with_word
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.run_pipeline import parameters_of, report_run
 from patchpar.cli.shutdown import ended_at_once
@@ -54,10 +54,7 @@ class CompareFlags(HostFlags, ImageFlags):
         """Return the files of all images: of each plan, of the single process, and of the differences."""
         sides = self.sides()
         differences = [_difference_of(side, sides) for side in sides]
-        return {
-            name: names_for(self.output.with_stem(f"{self.output.stem}-{name}"), self.images)
-            for name in (*sides, "single", *differences)
-        }
+        return {name: names_for(with_word(self.output, name), self.images) for name in (*sides, "single", *differences)}
 
 
 class ComparedRun(NamedTuple):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,22 +20,34 @@ FAILURE = 1
 
 @contextlib.contextmanager
 def friendly_errors(debug: bool) -> Iterator[None]:
-    """Print errors on stderr and exit with 2 for invalid arguments, 1 for a failure; `debug` adds the traceback."""
+    """Print errors on stderr and exit with 2 for invalid arguments, 1 for a failure; `debug` adds the traceback.
+
+    Nothing is printed, and the code is 1, where the program that reads stdout has ended, as `head` does.
+    """
     try:
         yield
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except Exception as error:  # noqa: BLE001 (outermost handler: every error is printed)
+    except Exception as error:  # outermost handler: every error is printed
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader(1):
+            raise  # click ends quietly
         if debug:
             traceback.print_exc()
-        typer.secho(f"error: {_text_of(error)}", fg="red", err=True)
+        typer.echo(f"error: {_text_of(error)}", err=True)
         raise typer.Exit(BAD_USE if isinstance(error, PlanError) else FAILURE) from None
+
+
+def _has_lost_its_reader(descriptor: int) -> bool:
+    """Whether it is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager
 def stdout_kept_clean(wanted: bool) -> Iterator[None]:
     """Redirect stdout of this process and its workers to stderr, so that `--json` prints nothing else on stdout."""
-    if not wanted:
+    if not wanted or sys.stdout is None:  # None: it was closed before the command
         yield
         return
     sys.stdout.flush()

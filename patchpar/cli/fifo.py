@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import Deadline, Debug, Devices, Format, Json, Variant, check_deadline, check_seed, given
+from patchpar.cli.flags import (
+    Deadline,
+    Debug,
+    Devices,
+    Format,
+    Json,
+    Variant,
+    check_deadline,
+    check_guidance,
+    check_seed,
+    given,
+)
 from patchpar.cli.folded_help import more
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
@@ -58,6 +69,7 @@ class FifoFlags:
             raise PlanError(f"--seconds {self.seconds}: it must be above 0")
         if self.restarts is not None and self.restarts < 0:
             raise PlanError(f"--restarts {self.restarts}: it must be at least 0")
+        check_guidance(self.guidance_scale)
         check_deadline(self.deadline)
         check_seed(self.seed, least=0)
         check_video(self.output)

@@ -5,6 +5,7 @@ Flags with the panel MORE are in the help of `--help-all` only, so that that of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -73,12 +74,13 @@ class ModelFlags:
     def check_counts(self, *names: str) -> None:
         """Raise PlanError for a count or size below 1, an invalid deadline, a trace that cannot be written, a bad LoRA.
 
-        And for a scheduler that diffusers does not have.
+        And for a guidance scale that is not finite, and a scheduler that diffusers does not have.
         """
         for name in ("steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        check_guidance(self.guidance_scale)
         check_deadline(self.deadline)
         if self.trace is not None:
             check_can_write(self.trace, "--trace", "trace.json")
@@ -255,6 +257,12 @@ def check_deadline(seconds: float) -> None:
     """Raise PlanError unless `--deadline` is finite and above 0."""
     if not 0 < seconds < float("inf"):
         raise PlanError(f"--deadline {seconds:g}: it must be a finite number of seconds above 0")
+
+
+def check_guidance(scale: float | None) -> None:
+    """Raise PlanError for a `--guidance-scale` of which no image could be made."""
+    if scale is not None and not math.isfinite(scale):
+        raise PlanError(f"--guidance-scale {scale:g}: it must be a finite number, such as 5")
 
 
 def check_seed(seed: int, *, least: int = -(2**63), most: int = 2**64 - 1) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file
+from patchpar.models.image_file import read_image_file, read_mask_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -44,7 +44,7 @@ class InputImages:
             return cls()
         found = read_image_file(image, f"--image {image}")
         size = (width or found.width, height or found.height)
-        masking = None if mask is None else read_image_file(mask, f"--mask {mask}").convert("L").resize(size)
+        masking = None if mask is None else read_mask_file(mask, f"--mask {mask}").resize(size)
         return cls(image=found if found.size == size else found.resize(size), mask=masking, strength=strength)
 
     def arguments(self, call: Mapping[str, Any], takes: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,41 +10,70 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 LARGE = 1024 * 1024  # pixels; compression of smaller images takes little time
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+TEMPORARY = ".patchpar-"  # not the file's own name, to which nothing can be added if it is as long as names may be
+TRIED_BYTES = 2**16
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+"""Errors of a file system that takes no more."""
 
 
 def check_can_write(path: Path, flag: str, example: str) -> None:
     """Raise PlanError if no file can be written to `path` of the option `flag`; `example` is a file name."""
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that is too long
+        raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
+    if is_folder:
         raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / example}")
     folder = path.parent
     if not folder.is_dir():
         raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
     if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise PlanError(f"cannot write {path}: no permission; choose another path with {flag}")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()  # where permissions say yes, and the file system does not
+    try:  # where permissions say yes, and the file system does not
+        with tempfile.TemporaryFile(dir=folder) as tried:
+            tried.write(bytes(TRIED_BYTES))
     except OSError as error:
         raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, renamed to `path` at the end, so that no partial file appears."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+def full_disk_named(path: Path) -> Iterator[None]:
+    """Raise PatchparError that names `path` where the `with` block fails because the disk takes no more."""
     try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())  # mkstemp creates a private file; this is an ordinary one
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        way_out = "free some space there, or choose another path"
+        raise PatchparError(f"cannot write {path}: {error.strerror}; {way_out}") from error
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path in the same folder, renamed to `path` at the end, so that no partial file appears.
+
+    Raises PatchparError where the disk is full.
+    """
+    with full_disk_named(path):
+        temporary = _temporary_beside(path)
+        try:
+            yield temporary
+            temporary.chmod(0o666 & ~_umask())  # mkstemp creates a private file; this is an ordinary one
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _temporary_beside(path: Path) -> Path:
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY, suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    return Path(name)
 
 
 @contextmanager
@@ -61,9 +91,7 @@ class GrowingFile:
     """A file that grows under a temporary name, until `appear` gives it its own: what is in it can be used by then."""
 
     def __init__(self, path: Path) -> None:
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-        os.close(handle)
-        self._path, self.temporary = path, Path(name)
+        self._path, self.temporary = path, _temporary_beside(path)
 
     def appear(self) -> None:
         """Rename it. Idempotent."""
@@ -83,10 +111,15 @@ def _umask() -> int:
 
 
 def names_for(path: Path, count: int) -> list[Path]:
-    """Return `out.png` for one image; `out-1.png`, `out-2.png` ... for several."""
-    if count == 1:
-        return [path]
-    return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, count + 1)]
+    """Return `out.png` for one image; `out-1.png`, `out-2.png` ... for several. Raises PlanError as `with_word`."""
+    return [path] if count == 1 else [with_word(path, str(number)) for number in range(1, count + 1)]
+
+
+def with_word(path: Path, word: str) -> Path:
+    """Return `out-word.png` of `out.png`. Raises PlanError for a folder without a name, as `.` and `/`."""
+    if not path.name:
+        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / 'image.png'}")
+    return path.with_stem(f"{path.stem}-{word}")
 
 
 def check_writable(path: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from patchpar.cli.console import print_json, progress
 from patchpar.cli.flags import ModelFlags, plan_of
+from patchpar.cli.output_files import full_disk_named
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.models.task import RequestedTask, purpose_of
@@ -20,7 +21,8 @@ R = TypeVar("R")
 def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Sequence[str], **figures: Any) -> None:
     """Save the trace if requested, and print a run's statistics: as JSON with `figures`, or as text with `lines`."""
     if request.trace is not None:
-        run.save_trace(request.trace)
+        with full_disk_named(request.trace):
+            run.save_trace(request.trace)
     if request.json:
         print_json({**run.as_dict(), **figures, "outputs": [str(path) for path in outputs], **request.traced()})
         return

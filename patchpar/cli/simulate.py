@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Debug, Format, Json, given
-from patchpar.cli.output_files import check_can_write
+from patchpar.cli.flags import Debug, Format, Json, check_guidance, given
+from patchpar.cli.output_files import check_can_write, full_disk_named
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class SimulatedCallFlags:
     debug: Debug = False
 
     def check(self) -> None:
-        """Raise PlanError for a count below 1."""
+        """Raise PlanError for a count below 1, and a guidance scale that is not finite."""
+        check_guidance(self.guidance_scale)
         for name in ("height", "width", "num_frames", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,7 +82,8 @@ def simulate(request: SimulateFlags) -> None:
         if request.trace is not None:
             from patchpar.plan.replay.chrome_trace import write_chrome_trace
 
-            write_chrome_trace(request.trace, found.replayed)
+            with full_disk_named(request.trace):
+                write_chrome_trace(request.trace, found.replayed)
         if request.json:
             print_json(found.as_dict() | given(trace=None if request.trace is None else str(request.trace)))
             return

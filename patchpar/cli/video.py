@@ -17,6 +17,8 @@ from patchpar.models.image_file import read_image_file
 from patchpar.models.task import RequestedTask
 from patchpar.stream.web.video_file import frames_of
 
+MOST_FPS = 1000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoFlags(HostFlags, SizedFlags):
@@ -34,6 +36,8 @@ class VideoFlags(HostFlags, SizedFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts("num_frames", "fps")
+        if self.fps > MOST_FPS:
+            raise PlanError(f"--fps {self.fps}: it must be at most {MOST_FPS}")
         check_seed(self.seed)
         if self.prompt is None and self.image is None:
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")

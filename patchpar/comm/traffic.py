@@ -14,7 +14,7 @@ class CommStats:
     """Bytes, rounds and seconds waited since the last `clear`, by kind of exchange.
 
     `events` are recorded for a trace only if set to a list. `stalls`: waits of a GPU's stream, by kind, whose time is
-    not in `seconds_waited` yet.
+    not in `seconds_waited` yet. What is awaited together counts as of the kind that is asked for.
     """
 
     bytes_sent: Counter[str] = field(default_factory=Counter)

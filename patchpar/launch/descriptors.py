@@ -1,10 +1,23 @@
-"""File descriptors that come through a socket with the bytes that name them."""
+"""File descriptors that come through a socket with the bytes that name them; those of stdin, stdout and stderr."""
 
 import errno
 import os
 import socket
 
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere a later exec would inherit them
+
+
+LAST_STANDARD = 2  # stderr
+
+
+def open_standard_descriptors() -> None:
+    """Open those of stdin, stdout and stderr that are closed, on the null device.
+
+    The first sockets would have their numbers otherwise, which have another meaning in workers.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= LAST_STANDARD:
+        pass
+    os.close(number)
 
 
 def receive_with_descriptors(link: socket.socket, num_bytes: int, most: int) -> tuple[bytes, list[int]]:

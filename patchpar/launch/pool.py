@@ -10,6 +10,7 @@ from typing import Any
 
 from patchpar.errors import LaunchError
 from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind
+from patchpar.launch.descriptors import open_standard_descriptors
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.fork_guard import change_in_children, no_fork
 from patchpar.launch.handshake import GroupStore, versions
@@ -63,6 +64,7 @@ class WorkerPool:
         try:
             with no_fork():
                 self._check_open()
+                open_standard_descriptors()
                 for worker in self._starter.start(missing, self._new_store(), self._speakers):
                     self._workers[worker.rank] = worker
             self._check_open()  # `close` of another thread may not have seen them

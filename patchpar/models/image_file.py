@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -19,15 +20,39 @@ def read_image_file(
 ) -> "Image":
     """Return the image in a file as RGB, with its EXIF orientation applied. `label`: the file's name in messages.
 
-    `formats`: Pillow formats to accept, by default all. Raises PlanError for a missing or invalid file, and, before
-    decoding, for more than `most_pixels` pixels.
+    `formats`: Pillow formats to accept, by default all. Raises PlanError for a missing or invalid file, for one of
+    floating-point pixels, and, before decoding, for more than `most_pixels` pixels.
     """
+    return _read(source, label, lambda image: _in_eight_bits(image, label).convert("RGB"), most_pixels, formats)
+
+
+def read_mask_file(path: Path, label: str) -> "Image":
+    """Return the mask in a file as L, white where it is white. Raises PlanError as `read_image_file`.
+
+    And for one with transparency: what a file has under it is not what one sees.
+    """
+
+    def converted(image: "Image") -> "Image":
+        if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+            raise PlanError(f"{label} has transparent pixels: save the mask in black and white, without transparency")
+        return _in_eight_bits(image, label).convert("L")
+
+    return _read(path, label, converted)
+
+
+def _read(
+    source: Path | IO[bytes],
+    label: str,
+    convert: Callable[["Image"], "Image"],
+    most_pixels: int = MOST_PIXELS,
+    formats: tuple[str, ...] | None = None,
+) -> "Image":
     from PIL import Image, ImageOps
 
     try:
         with Image.open(source, formats=formats) as image:
             check_pixels(*image.size, label, most_pixels)
-            return ImageOps.exif_transpose(image).convert("RGB")
+            return convert(ImageOps.exif_transpose(image))
     except PlanError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours, is checked first
@@ -37,6 +62,19 @@ def read_image_file(
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:  # of Pillow's readers
         why = f"use {', '.join(formats)}" if formats else str(error)
         raise PlanError(f"{label} cannot be read as an image: {why}") from error
+
+
+def _in_eight_bits(image: "Image", label: str) -> "Image":
+    """Return an image of 16-bit grey values with 8 bits, of which Pillow would make most white. Raises PlanError."""
+    if image.mode != "F" and not image.mode.startswith("I"):
+        return image
+    import numpy as np
+    from PIL import Image
+
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
+        raise PlanError(f"{label} has pixels of another range than 8 or 16 bits: save it with 8 bits")
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def check_pixels(width: int, height: int, label: str, most_pixels: int = MOST_PIXELS) -> None:

@@ -37,6 +37,8 @@ from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
+WALKING = ("device", "_execution_device", "dtype", "components", "parameters")
+"""Properties of all pipelines that look at every module, which takes milliseconds, and are of no plain type."""
 BAR = "_progress_bar_config"  # diffusers' attribute
 
 
@@ -178,7 +180,7 @@ def carry_out(pipe: Any, change: CallbackChange) -> None:
 def facts_of(pipe: Any) -> dict[str, Any]:
     """Return the pipeline's attributes of plain types, such as `num_timesteps` or `_guidance_scale`."""
     public = {name for name in dir(type(pipe)) if isinstance(getattr(type(pipe), name), property)}
-    names = [name for name in (*vars(pipe), *public) if not name.startswith("__")]
+    names = [name for name in (*vars(pipe), *public) if not name.startswith("__") and name not in WALKING]
     found = {name: _attribute(pipe, name) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, PLAIN)}
 

@@ -29,7 +29,7 @@ class ApiKeys:
         Raises PlanError for a file that cannot be read or has no key, and a key that is short or has blanks in it.
         """
         try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+            lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no text file"
             raise PlanError(f"{flag} {path}: {reason}") from error

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-SIDE = 256  # pixels of the shorter side of a preview
+SIDE = 128  # pixels of the shorter side of a preview, which the page enlarges
 RIDGE = 1e-3  # keeps the map small where a channel never varies
 
 

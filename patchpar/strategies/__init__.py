@@ -50,11 +50,28 @@ def resolve_strategy(strategy: Any) -> Any:
 
     if isinstance(strategy, str):
         return parse_strategy(strategy)
-    if isinstance(strategy, (PatchStrategy, *known().values())):
+    ours = tuple(known().values())
+    if isinstance(strategy, PatchStrategy) and type(strategy) not in ours:
+        _check_complete(strategy)
+    if isinstance(strategy, (PatchStrategy, *ours)):
         return strategy
     raise PlanError(
         f"strategy={strategy!r} is not a strategy: use a name ({', '.join(_names())}) or its options object"
     )
+
+
+def _check_complete(strategy: Any) -> None:
+    """Raise PlanError for a strategy without a name, or whose policy is none."""
+    from patchpar.plan.exchange_policy import ExchangePolicy
+    from patchpar.strategies.strategy import PatchStrategy
+
+    kind = type(strategy)
+    if not isinstance(getattr(kind, "name", None), str):
+        raise PlanError(f"strategy class {kind.__name__} has no name: add one, as name: ClassVar[str] = 'mine'")
+    lacks_policy = kind.policy is PatchStrategy.policy
+    if lacks_policy or not isinstance(strategy.policy, ExchangePolicy):
+        found = "has no policy" if lacks_policy else f"has the policy {strategy.policy!r}"
+        raise PlanError(f"strategy {kind.name!r} {found}: add a property policy that returns an ExchangePolicy")
 
 
 def installed() -> dict[str, EntryPoint]:

@@ -152,6 +152,6 @@ def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
                     due += 1
                 before = frame.to_image()
     except av.FFmpegError as error:
-        raise PlanError(f"{name} cannot be read: {error}") from error
+        raise PlanError(f"{name} cannot be read: {error.strerror}") from error
     if before is not None:
         yield before

@@ -138,3 +138,20 @@ def test_files_are_checked_before_they_are_decoded(tmp_path: Path, monkeypatch: 
 def test_gradio_leaves_no_file_beside_the_source() -> None:
     """As it does for a subclass of one of its components."""
     assert list((Path(__file__).parents[2] / "app").glob("*.pyi")) == []
+
+
+def test_what_is_transparent_is_white(state: AppState) -> None:
+    """The editor hands over black there, which nobody sees."""
+    image = painted(size=(192, 128))
+    image["background"] = Image.new("RGBA", (192, 128), (0, 0, 0, 0))
+    image["background"].paste((0, 128, 128, 255), (0, 0, 96, 128))
+    last_of(EditTab(state).generate(OWNER, image, 192, 0.5, *FIELDS))
+    (call,) = state.workers.upscaler().calls  # type: ignore[attr-defined]
+    assert [call["image"].getpixel((x, 64)) for x in (0, 191)] == [(0, 128, 128), (255, 255, 255)]
+
+
+def test_the_file_says_by_which_model_and_plan(state: AppState) -> None:
+    last_of(EditTab(state).generate(OWNER, painted(), 192, 0.5, *FIELDS))
+    (name,) = state.history.names(OWNER)
+    text = Image.open(state.history.path(OWNER, name)).info["parameters"]
+    assert "Denoising strength: 0.5, Model: embedded, Plan: " in text

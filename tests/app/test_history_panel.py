@@ -58,6 +58,8 @@ def test_several_images_have_seeds_that_follow_and_come_back_after_a_reload(stat
     found = read_parameters(Path(files[0]).with_suffix(".png"))
     assert (found.seed, found.prompt, found.negative) == (9, "a fox", "fog"), "the newest is first"
     assert "Model: embedded, Plan: " in Image.open(Path(files[0]).with_suffix(".png")).info["parameters"]
+    assert set(state.kinds_of(OWNER)) == {"image"}
+    assert state.kinds_of("b" * 32) == []
     again = last_of(ImageTab(state).resume(OWNER))
     assert again[GALLERY] == files
     assert last_of(ImageTab(state).resume("b" * 32))[GALLERY] == [], "another page sees its own only"

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 
+import gradio as gr
+import numpy as np
 import pytest
 from PIL import Image
 
 from app import image_history
+from app.history_panel import HistoryPanel
 from app.image_history import ImageHistory
 from app.image_parameters import add_parameters
 from app.requests import GenerateRequest
-from patchpar import PlanError
+from patchpar import PatchparError, PlanError
+from tests.cli.test_output_files import small_disk
+
+from .app_states import state_of
 
 
 def add(history: ImageHistory, owner: str, seed: int, side: int = 32) -> None:
@@ -61,3 +68,32 @@ def test_an_image_that_has_gone_is_refused(tmp_path: Path) -> None:
     for owner, wrong in (("a", "0"), ("b", name), ("a", f"../a/{name}")):
         with pytest.raises(PlanError, match=re.escape("no longer here: the last 40")):
             history.path(owner, wrong)
+
+
+def test_a_full_disk_leaves_nothing_and_is_a_sentence(tmp_path: Path) -> None:
+    history, noise = ImageHistory(tmp_path), np.random.default_rng(0).integers(0, 255, (600, 600, 3), np.uint8)
+    image = add_parameters(Image.fromarray(noise), GenerateRequest(prompt="a fox"), {})
+    with small_disk(), pytest.raises(PatchparError, match="the image cannot be kept: File too large; free some space"):
+        history.add("a", image)
+    assert list(tmp_path.rglob("*.*")) == []
+    history.add("a", image)
+    assert len(history.names("a")) == 1, "the control"
+
+
+def test_a_file_that_another_page_has_deleted_meanwhile(tmp_path: Path) -> None:
+    with closing(state_of()) as state:
+        old = state.folder_of("a" * 32) / "trace.json"
+        old.symlink_to(tmp_path / "deleted")
+        assert state.folder_of("b" * 32).is_dir()
+
+
+def test_a_history_that_cannot_be_read_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(state_of()) as state:
+        panel = HistoryPanel(state)
+        monkeypatch.setattr(ImageHistory, "thumbnails", refused)
+        with pytest.raises(gr.Error, match="Internal error: PermissionError"):
+            panel.refresh("a" * 32)
+
+
+def refused(*_: object) -> None:
+    raise PermissionError

@@ -201,6 +201,24 @@ def test_a_page_is_shown_every_change_until_the_end(queue: JobQueue) -> None:
     assert (seen[-1].state, seen[-1].result) == ("done", "done")
 
 
+def test_the_first_update_is_of_a_job_that_has_begun(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update less while its call is on its way to the workers."""
+    monkeypatch.setattr("app.job_updates.BEGIN_SECONDS", 1.0)
+    begun = threading.Event()
+
+    def work(job: Job) -> None:
+        job.show(note="generating", steps=2)
+        assert begun.wait(20)
+
+    async def first() -> JobView:
+        found = await anext(updates_of(queue.submit("A", "image", work), lambda view: view))
+        begun.set()
+        return found
+
+    view = asyncio.run(asyncio.wait_for(first(), 30))
+    assert (view.state, view.note) == ("running", "generating")
+
+
 def test_without_a_job_there_is_one_look() -> None:
     async def look() -> list[Any]:
         return [displayed async for displayed in updates_of(None, lambda view: view)]

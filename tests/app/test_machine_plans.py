@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,8 @@ import pytest
 
 from app import machine_plans
 from app.forecast import CallToPlan
-from app.job_queue import JobView
+from app.forecast_panel import ForecastPanel
+from app.job_queue import Job, JobView
 from app.machine_plans import HEAD, HERE, MACHINES, plans_on
 from app.plan_tab import MachinePanel, show_machine
 from app.workers import AppConfig, devices_of
@@ -106,16 +109,11 @@ def test_machines_of_the_list_can_be_read() -> None:
 
 def test_the_panel(state: Any, workers: Any, kept: KeptMachines, asked: list[Any]) -> None:
     panel = MachinePanel(state)
-    assert "steps 0" in message_of(_each(panel.forecast(OWNER, CARDS, 0, 128, 128, True)))
-    assert "width None" in message_of(_each(panel.forecast(OWNER, CARDS, 3, None, 128, True)))
+    assert "steps 0" in message_of(panel.forecast(OWNER, CARDS, 0, 128, 128, True))
+    assert "width None" in message_of(panel.forecast(OWNER, CARDS, 3, None, 128, True))
     displayed = show_machine(JobView(state="done", result=plans_on(workers, JOB, CARDS, CALL, 10, kept)))
     assert 'class="marked"' in displayed
     assert "Predicted for 10 steps" in displayed
-
-
-async def _each(displayed: Any) -> Any:
-    async for each in displayed:
-        yield (each,)
 
 
 @pytest.mark.breadth
@@ -128,3 +126,32 @@ def test_it_is_what_simulate_says(kept: KeptMachines) -> None:
     for each in found.ranked:
         wanted = simulate("embedded", CARDS, each.plan, height=128, width=128, guidance_scale=4.0)
         assert each.step.seconds == pytest.approx(wanted.step.seconds)
+
+
+def test_forecasts_can_be_cancelled(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What refuses another job of the page says so."""
+    seen, go = list[Any](), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        job = next(each for each in arguments if isinstance(each, Job))
+        assert go.wait(20)
+        job.check()
+
+    monkeypatch.setattr("app.plan_tab.plans_on", slow)
+    monkeypatch.setattr("app.forecast_panel.forecast_presets", slow)
+
+    async def cancelled(outputs: Any) -> Any:
+        async for _, start, cancel in outputs:
+            seen.append((start["interactive"], cancel["interactive"]))
+            state.job_queue.cancel(OWNER)
+            go.set()
+
+    for kind, outputs in (
+        ("machine", MachinePanel(state).forecast(OWNER, CARDS, 3, 128, 128, True)),
+        ("forecast", ForecastPanel(state).forecast(OWNER, "a fox", "", 128, 128, 3, 4.0, 0)),
+    ):
+        asyncio.run(asyncio.wait_for(cancelled(outputs), 30))
+        assert (seen[0], seen[-1]) == ((False, True), (True, False))
+        assert state.job_queue.job_of(OWNER, kind).view.state == "cancelled"
+        seen.clear()
+        go.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -124,3 +125,27 @@ def test_a_page_that_others_reach_or_of_a_server_has_no_list(state: AppState) ->
             workers.setup_for("embedded-dit")
     with closing(AppState.sharing(workers, JobQueue())) as other:  # of the second: what is on a page is by may_change
         assert "model-load" not in str(build(other).get_config_file())
+
+
+def test_what_is_known_of_the_first_model_stays_after_a_failure(
+    state: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tab Plan would wait for a model that nobody loads."""
+    monkeypatch.setattr(OpenedPipeline, "broken", "embedded-dit")
+    known = state.workers.model
+    last_of(chooser_of(state).load(OWNER, "embedded-dit"))
+    assert state.workers.model is known is not None
+
+
+def test_files_are_read_beside_the_event_loop(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In it they would hold up every other page."""
+    used = list[threading.Thread]()
+    check = AppConfig.check
+
+    def noted(*values: Any) -> None:
+        used.append(threading.current_thread())
+        check(*values)
+
+    monkeypatch.setattr(AppConfig, "check", noted)
+    last_of(chooser_of(state).load(OWNER, "embedded-dit"))
+    assert used[0] is not threading.current_thread()

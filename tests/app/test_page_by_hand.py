@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,8 +18,10 @@ from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
 
 from app.image_parameters import read_parameters
+from app.page import build
 
 from .actions import TIMEOUT_MS, done, fill, press, small, status, tab
+from .app_states import state_of
 from .browser import served
 
 PROMPT = "a yellow tower on the left, desert dunes at noon"
@@ -68,6 +71,23 @@ def visit(browser: Any, address: str) -> Iterator[Any]:
 def test_the_page_has_the_key(client: TestClient) -> None:
     """Daily; that it works is below."""
     assert "event.ctrlKey || event.metaKey" in client.get("/").text
+
+
+def test_a_page_that_opens_fills_few_components() -> None:
+    """With each message of a job the browser updates all that an event of the page has ever filled."""
+    with closing(state_of()) as state:
+        events = build(state).get_config_file()["dependencies"]
+    opening: dict[int, Any] = {}
+    for each in events:  # one that follows another comes after it
+        is_first = any(name == "load" for _, name in each["targets"])
+        if is_first or each["trigger_after"] in opening:
+            opening[each["id"]] = each
+    filled, of_all = (
+        {output for each in some if each["backend_fn"] for output in each["outputs"]}
+        for some in (opening.values(), events)
+    )
+    assert len(filled) <= 5
+    assert len(of_all) > 60, "the control"
 
 
 @pytest.mark.breadth

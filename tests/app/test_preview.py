@@ -30,7 +30,7 @@ def test_it_shows_other_latents_after_one_image(channels: int) -> None:
     latents, image = scene(2, channels)
     displayed = colours.show(latents)
     assert displayed is not None
-    assert displayed.size == (384, 256)
+    assert displayed.size == (192, 128)
     assert error(displayed, image) < 12
     assert error(displayed, scene(3, channels)[1]) > 20  # of other latents
 

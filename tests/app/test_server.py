@@ -163,6 +163,8 @@ def test_users_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
     assert read_users(None) == ()
     assert read_users("ann:one") == (("ann", "one"),)
     assert read_users(str(file)) == (("ann", "one"), ("bob", "two:three"))
+    file.write_text("ann:one\n", encoding="utf-8-sig")  # with the mark that some editors begin a file with
+    assert read_users(str(file)) == (("ann", "one"),)
     for bad in ("ann", ":x", "ann:"):
         with pytest.raises(PlanError, match="--auth"):
             read_users(bad)

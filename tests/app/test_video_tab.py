@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -163,3 +164,13 @@ def test_a_small_model_of_wan_on_two_workers(queue: JobQueue, tmp_path: Path) ->
     assert view.state == "done", view.error
     assert frames_in(view.result.path) == (5, 8.0, (64, 64))
     assert re.match("cfg=2", str(view.result.run.plan))
+
+
+def test_files_are_read_beside_the_event_loop(
+    state: AppState, workers: FakeVideoWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In it they would hold up every other page."""
+    used = list[threading.Thread]()
+    monkeypatch.setattr(workers, "video_setup", lambda _: used.append(threading.current_thread()))
+    last_of(VideoTab(state).generate(OWNER, "cfg=2", *fields()))
+    assert used[0] is not threading.current_thread()

@@ -129,6 +129,7 @@ def test_a_plan_that_is_refused_stops_no_other(bench: Any, tmp_path: Path) -> No
         (["a fox", "--ranks", 0], "--ranks 0: it must be at least 1"),
         (["a fox", "--ranks", 1, "--strategy", "exact"], "no plan takes more than 1 rank"),
         (["a fox", "--strategy", "fresh"], "fresh-edges"),
+        (["a fox", "--guidance-scale", "inf"], "--guidance-scale inf: it must be a finite number"),
         (["--prompts", "nowhere.txt"], "nowhere.txt: it cannot be read"),
     ],
 )
@@ -141,7 +142,8 @@ def test_bad_flags(bench: Any, words: list[Any], message: str) -> None:
 
 def test_prompts_of_a_file(bench: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
-    file.write_text("# two of them\na fox\n\na house\na fox\n")
+    text = "a fox\n# two of them\n\na house\na fox\n"
+    file.write_text(text, encoding="utf-8-sig")  # with the mark that some editors begin a file with
     bench("--prompts", file, "--strategy", "exact")
     assert {(call["prompt"], call["seed"]) for call in FakePipeline.opened[0].calls} == {("a fox", 0), ("a house", 1)}
 

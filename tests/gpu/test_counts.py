@@ -68,7 +68,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "fresh-edges"): {
         "exact": Ceiling(354, 28, 0, 56, 479, 68, 133, 61),
-        "stale": Ceiling(360, 32, 0, 64, 464, 68, 193, 121),
+        "stale": Ceiling(360, 32, 0, 56, 464, 68, 193, 121),
     },
     ("sdxl", "fresh-edges:correction=none"): {
         "exact": Ceiling(354, 28, 0, 56, 467, 68, 132, 61),
@@ -80,7 +80,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "fresh-edges:correction=linear"): {
         "exact": Ceiling(354, 28, 0, 56, 479, 68, 133, 61),
-        "stale": Ceiling(636, 32, 0, 64, 692, 72, 204, 121),
+        "stale": Ceiling(636, 32, 0, 56, 692, 72, 204, 121),
     },
     ("sdxl", CFG): {
         "exact": Ceiling(319, 2, 1, 2, 352, 1, 138, 1),
@@ -104,11 +104,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("flux", "fresh-edges"): {
         "exact": Ceiling(249, 5, 0, 10, 269, 82, 237, 103),
-        "stale": Ceiling(255, 7, 0, 14, 262, 82, 346, 199),
+        "stale": Ceiling(255, 7, 0, 6, 262, 82, 346, 199),
     },
     ("flux", "fresh-edges:correction=none"): {
         "exact": Ceiling(249, 5, 0, 10, 263, 82, 236, 103),
-        "stale": Ceiling(255, 5, 0, 10, 258, 82, 346, 199),
+        "stale": Ceiling(255, 5, 0, 6, 258, 82, 346, 199),
     },
     ("flux", "fresh-edges:context=pooled"): {
         "exact": Ceiling(269, 3, 0, 6, 282, 73, 220, 31),
@@ -116,7 +116,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("flux", "fresh-edges:correction=linear"): {
         "exact": Ceiling(249, 5, 0, 10, 269, 82, 237, 103),
-        "stale": Ceiling(393, 7, 0, 14, 376, 91, 428, 199),
+        "stale": Ceiling(393, 7, 0, 6, 376, 91, 428, 199),
     },
 }
 DAILY = {

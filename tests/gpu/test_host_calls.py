@@ -6,26 +6,37 @@ in docs/figures/gpu-counts.md. The networks have the layers of SDXL and FLUX, na
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.gpu.denoisers import SHORT
 from benchmarks.gpu.fake_launch import kernels_on_cpu
-from benchmarks.gpu.host_time import TINY, Tiny, python_calls, quiet_rank, single_exchanges, steady, torch_functions
+from benchmarks.gpu.host_time import (
+    TINY,
+    Step,
+    Tiny,
+    python_calls,
+    quiet_rank,
+    single_exchanges,
+    steady,
+    torch_functions,
+)
 from patchpar.comm.collectives import Communicator
 from patchpar.shard.kernels.group_moments import moments_of_band
 from tests.gpu.short_models import WORLD
 
 # Ceilings only go down: who needs fewer calls enters the new numbers, which a failure prints.
 CEILINGS = {
-    ("sdxl", "exact"): 62,
-    ("sdxl", "fresh-edges"): 67,  # a seventh of a call of each is to know the kind of a denoiser call again
-    ("sdxl", "pcpp"): 324,  # few exchanges, in which many norms and convolutions send for the next step
-    ("flux", "exact"): 149,
-    ("flux", "fresh-edges"): 113,  # owners extrapolate what they send
-    ("flux", "fresh-edges:context=pooled"): 177,
+    ("sdxl", "exact"): 56,
+    ("sdxl", "fresh-edges"): 56,  # a seventh of a call of each is to know the kind of a denoiser call again
+    ("sdxl", "pcpp"): 294,  # few exchanges, in which many norms and convolutions send for the next step
+    ("flux", "exact"): 98,
+    ("flux", "fresh-edges"): 77,  # owners extrapolate what they send
+    ("flux", "fresh-edges:context=pooled"): 141,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
 OF_ONE_EXCHANGE = {
@@ -60,6 +71,24 @@ def test_an_exchange_point_calls_no_more_of_python_than_its_ceiling(
 ) -> None:
     found = added_calls(models[model], strategy)
     assert found <= CEILINGS[model, strategy], f"{found:.1f} calls"
+
+
+@pytest.mark.parametrize("strategy", ["exact", "fresh-edges"])
+@pytest.mark.parametrize("model", ["sdxl", "flux"])
+def test_no_attention_layer_of_a_split_step_looks_up_a_signature(
+    models: dict[str, Tiny], model: str, strategy: str
+) -> None:
+    """Which diffusers does in each, and which takes longer than an exchange."""
+    with steady(models[model], strategy, 1, WORLD) as (step, _):
+        assert look_ups(step) == 0
+    assert look_ups(models[model].band) > 1
+
+
+def look_ups(step: Step) -> int:
+    """Signatures looked up in a step."""
+    with mock.patch.object(inspect, "signature", wraps=inspect.signature) as signature:
+        step()
+    return signature.call_count
 
 
 def test_a_call_more_in_every_exchange_is_counted(models: dict[str, Tiny], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -406,6 +406,8 @@ def test_beyond_this_machine_there_is_a_key(tmp_path: Path) -> None:
     assert ServerSettings(host="0.0.0.0", keys=keys).keys.accept(f"Bearer {KEY}".encode())
     assert not keys.accept(b"Bearer")
     assert KEY not in repr(keys)
+    file.write_text(f"{KEY}\n", encoding="utf-8-sig")  # with the mark that some editors begin a file with
+    assert ApiKeys.read(file).accept(f"Bearer {KEY}".encode())
 
 
 def test_every_code_of_an_error_is_on_the_page() -> None:

@@ -17,7 +17,7 @@ from patchpar.cli.stream.images import ImageFrames
 from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
-from patchpar.models.image_file import MOST_PIXELS, read_image_file
+from patchpar.models.image_file import MOST_PIXELS, read_image_file, read_mask_file
 from patchpar.stream.reference_image import load_reference_image
 
 SIDE = 9_400  # pixels, of an image that would take most of a gigabyte while it is decoded
@@ -106,3 +106,32 @@ def test_frames_of_a_folder_are_upright(tmp_path: Path) -> None:
     Image.new("RGB", (30, 20)).save(tmp_path / "a.jpg", exif=exif)
     (frame,) = ImageFrames.of(tmp_path, None)
     assert frame.size == (20, 30)
+
+
+def test_grey_values_of_16_bits_keep_their_shades(tmp_path: Path) -> None:
+    """Pillow makes all above 255 white."""
+    values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    for name in ("a.png", "a.tif"):
+        Image.fromarray(values).save(tmp_path / name)
+        found = np.asarray(read_image_file(tmp_path / name, "it"))
+        assert (found == (values >> 8)[..., None]).all()
+        assert (np.asarray(read_mask_file(tmp_path / name, "it")) == values >> 8).all()
+    assert np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).mean() > 250, "the control"
+
+
+@pytest.mark.parametrize("values", [np.zeros((8, 8), np.float32), np.full((8, 8), 2**16, np.int32)])
+def test_values_of_an_unknown_range_are_refused(tmp_path: Path, values: Any) -> None:
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    with pytest.raises(PlanError, match="it has pixels of another range than 8 or 16 bits: save it with 8 bits"):
+        read_image_file(tmp_path / "a.tif", "it")
+
+
+def test_a_mask_is_what_one_sees(tmp_path: Path) -> None:
+    """White under transparency would be a mask of everything."""
+    mask = Image.new("RGBA", (8, 8), (255, 255, 255, 0))
+    mask.save(tmp_path / "clear.png")
+    with pytest.raises(PlanError, match="it has transparent pixels: save the mask in black and white"):
+        read_mask_file(tmp_path / "clear.png", "it")
+    mask.putalpha(255)
+    mask.save(tmp_path / "whole.png")
+    assert read_mask_file(tmp_path / "whole.png", "it").getextrema() == (255, 255)

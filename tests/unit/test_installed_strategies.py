@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies import parse_strategy
+from patchpar.strategies.strategy import PatchStrategy
 from tests.exact.denoisers import build, call
 from tests.tensors import relative
 from tests.unit.threads import on_threads
@@ -159,3 +161,33 @@ def test_a_strategy_of_a_script_needs_no_package(tmp_path: Path, monkeypatch: py
     assert str(Plan(patch=2, strategy=strategy)) == "patch=2,strategy=stale-halos:warmup_steps=2"
     with pytest.raises(PlanError, match="is not a strategy: use a name"):
         Plan(patch=2, strategy=object())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nameless(PatchStrategy):
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithoutPolicy(PatchStrategy):
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WithNone(WithoutPolicy):
+    @property
+    def policy(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Nameless, "strategy class Nameless has no name: add one, as name: ClassVar"),
+        (WithoutPolicy, "strategy 'mine' has no policy: add a property policy that returns an ExchangePolicy"),
+        (WithNone, "strategy 'mine' has the policy None: add a property"),
+    ],
+)
+def test_what_a_class_of_a_script_lacks_is_named(kind: type[PatchStrategy], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        Plan(patch=2, strategy=kind())

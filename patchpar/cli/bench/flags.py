@@ -21,6 +21,7 @@ from patchpar.cli.flags import (
     TrustedNetwork,
     Variant,
     check_deadline,
+    check_guidance,
     given,
     trust_between_hosts,
 )
@@ -76,7 +77,7 @@ class BenchFlags:
     def check(self) -> None:
         """Raise PlanError for counts and sizes below 1, a bad LoRA or scheduler, and a folder that cannot be written.
 
-        And for a negative seed.
+        And for a negative seed, and a guidance scale that is not finite.
         """
         for name in ("height", "width", "steps", "ranks"):
             value = getattr(self, name)
@@ -85,6 +86,7 @@ class BenchFlags:
                     raise PlanError(f"--{name} {each}: it must be at least 1")
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"--seed {self.seed}: it must be at least 0 and below 2**63")
+        check_guidance(self.guidance_scale)
         check_deadline(self.deadline)
         loras_of(self.lora)
         if self.scheduler is not None:
@@ -125,7 +127,7 @@ class BenchFlags:
 def prompts_in(path: Path) -> list[str]:
     """Return the lines of a file that are not empty and do not begin with #. Raises PlanError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # some editors begin a file with a mark
     except (OSError, UnicodeError) as error:
         raise PlanError(f"--prompts {path}: it cannot be read as text: {error}") from error
     found = [line.strip() for line in lines]

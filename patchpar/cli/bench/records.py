@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patchpar.cli.output_files import full_disk_named
 from patchpar.errors import PlanError
 
 
@@ -99,8 +100,8 @@ class RecordFile:
         self.records = {record.key: record for record in self._read()}
 
     def add(self, record: BenchRecord) -> None:
-        """Append a record. Raises OSError where it cannot be written."""
-        with self.path.open("a", encoding="utf-8") as file:
+        """Append a record. Raises PatchparError where the disk is full, and OSError where it cannot be written."""
+        with full_disk_named(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(record.as_json() + "\n")
         self.records[record.key] = record
 

@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, check_seed, given
+from patchpar.cli.flags import (
+    DEADLINE,
+    FACE,
+    Deadline,
+    Debug,
+    Devices,
+    Format,
+    Json,
+    check_deadline,
+    check_guidance,
+    check_seed,
+    given,
+)
 from patchpar.cli.folded_help import more
 from patchpar.cli.output_files import check_can_write
 from patchpar.cli.video_file import check_video
@@ -84,6 +96,7 @@ class StreamFlags:
             raise PlanError(f"--fps {self.fps:g}: it must be from {FPS[0]:g} to {FPS[1]:g}")
         if self.restarts is not None and self.restarts < 0:
             raise PlanError(f"--restarts {self.restarts}: it must be at least 0")
+        check_guidance(self.guidance_scale)
         check_deadline(self.deadline)
         check_seed(self.seed, least=0, most=2 ** (64 if self.is_video else 63) - 1)
         if (self.height is None) != (self.width is None):

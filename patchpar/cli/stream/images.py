@@ -61,7 +61,7 @@ class ImageFrames:
                     check_pixels(frame.width, frame.height, f"a frame of --input {self.source}")
                     yield frame.to_image()
         except av.FFmpegError as error:
-            raise PlanError(f"--input {self.source} is broken: {error}") from error
+            raise PlanError(f"--input {self.source} is broken: {error.strerror}") from error
 
 
 def stream_images(request: StreamFlags) -> None:
@@ -147,4 +147,5 @@ def _rate_of(video: Path) -> float:
             check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {video}")
             return float(stream.average_rate or FPS)
     except av.FFmpegError as error:
-        raise PlanError(f"--input {video} cannot be read as a video: {error}") from error
+        why = f"{error.strerror}; use .mp4, for example"
+        raise PlanError(f"--input {video} cannot be read as a video: {why}") from error

@@ -110,7 +110,12 @@ def _audio_of(request: StreamFlags, rate: int) -> LiveAudioInput | None:
 
 
 def _standard_input() -> IO[bytes]:
-    """Standard input without its buffer, whose lock a thread that reads would hold: Python aborts on exit then."""
+    """Standard input without its buffer, whose lock a thread that reads would hold: Python aborts on exit then.
+
+    Raises PlanError where it is closed.
+    """
+    if sys.stdin is None:
+        raise PlanError("--audio -: standard input is closed: pipe audio into the command, or name a file or a pipe")
     buffer: Any = sys.stdin.buffer
     return getattr(buffer, "raw", buffer)
 

@@ -74,7 +74,7 @@ def _model(request: ReplayFlags, recorded: str) -> str:
 
 
 def _can_be_asked() -> bool:
-    return sys.stdin.isatty()
+    return sys.stdin is not None and sys.stdin.isatty()  # None: it was closed before the command
 
 
 def _run(

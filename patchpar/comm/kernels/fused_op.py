@@ -59,7 +59,14 @@ class FusedOp(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x: Any = args[0]
-        return (self.fused if is_fused(x) else self._eager)(*args, **kwargs)
+        if type(x) is not Tensor or x.device.type != CUDA:
+            return (self.fused if is_fused(x) else self._eager)(*args, **kwargs)
+        # On a GPU as `is_fused` and `fused` have it, without a call of either in every layer.
+        if not runs_kernels(x.get_device(), x.dtype):
+            return self._eager(*args, **kwargs)
+        watched = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled()
+        launched = not watched and torch._C._len_torch_dispatch_stack() == 0
+        return (self._launch if launched else self._operator)(*args, **kwargs)
 
     def fused(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """As a call, with a first argument that `is_fused`."""

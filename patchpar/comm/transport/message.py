@@ -93,20 +93,26 @@ class Work(ABC, Generic[T]):
     its messages. `incoming`: the expected messages; `where`: the exchange point, for errors.
     """
 
+    on_wait: Callable[[float, Sequence[Stall]], object] | None = None
+    """Called after each wait with its start (time.perf_counter) and the stalls of streams."""
+    _beside: tuple["Work[Any]", ...] = ()
+    _result: tuple[T] | None = None
+    _stalls: Sequence[Stall] = ()  # of streams, since the last call of `on_wait`
+
     def __init__(self, incoming: Sequence[Incoming], where: str) -> None:
         self.incoming, self.where = incoming, where
-        self.on_wait: Callable[[float, Sequence[Stall]], object] | None = None
-        """Called after each wait with its start (time.perf_counter) and the stalls of streams."""
         self._received: list[list[Tensor] | None] = [None] * len(incoming)
         self._steps: list[Callable[[Any], Any]] = []
-        self._result: tuple[T] | None = None
-        self._stalls: Sequence[Stall] = ()
-        """Waits of streams since the last call of `on_wait`."""
 
     def then(self, arrange: Callable[[T], U]) -> "Work[U]":
         """Apply `arrange` to the result of `wait` and return this handle: see torch.futures.Future."""
         self._steps.append(arrange)
         return self  # type: ignore[return-value]  # `typing.cast` is a call, in every exchange
+
+    def beside(self, other: "Work[Any]") -> "Work[T]":
+        """Wait in `wait` for `other` too, at once where the transport can, and return this handle."""
+        self._beside = (*self._beside, other)
+        return self
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Block until incoming message `index` has arrived; return its tensors, of any shape. Raises ExchangeError."""
@@ -128,6 +134,8 @@ class Work(ABC, Generic[T]):
         of `then`. Raises ExchangeError.
         """
         if self._result is None:
+            for other in self._beside:
+                other.wait()
             start = time.perf_counter()
             result = self._finish()
             stalls, self._stalls = self._stalls, ()

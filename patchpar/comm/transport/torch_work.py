@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -100,9 +100,26 @@ class FilledBuffer(TorchWork[Tensor]):
     """Works in flight that fill one buffer, of any shape: the result of `wait`. Its messages are not told apart."""
 
     _has_messages = False
+    _joined: "FilledBuffer | None" = None
+
+    def beside(self, other: Work[Any]) -> Work[Tensor]:
+        """See Work. A stream waits for both between two events, and not between two for each."""
+        if not isinstance(other, FilledBuffer) or other._transport is not self._transport:
+            return super().beside(other)
+        self._works, self._sent = (*other._works, *self._works), (*other._sent, *self._sent)
+        self.incoming = (*other.incoming, *self.incoming)
+        other._works, other._sent, other._joined = (), (), self
+        return self
+
+    def is_here(self, index: int) -> bool:
+        """See Work."""
+        return super().is_here(index) if self._joined is None else self._joined.is_here(index)
 
     def _finish(self) -> Tensor:
-        self._leave()
+        if self._joined is None:
+            self._leave()
+        else:
+            self._joined.wait()
         return self._raw[0]
 
 

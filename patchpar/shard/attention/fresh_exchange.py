@@ -16,22 +16,37 @@ from patchpar.shard.stale.token_slots import TokenSlots
 
 
 def fits_with_text(
-    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens, tokens: Work[Any] | None = None
 ) -> Tensor | Sequence[Tensor] | None:
     """Return the corrections of all ranks, [2, B, N, numbers] of each; None where the policy needs none.
 
     Text that is split is gathered in `attended` [tokens, 2, B, N, D], which attention reads, in the same message to
-    each rank; where ranks gather in one operation these are two, which need no copies. Raises ExchangeError.
+    each rank; where ranks gather in one operation these are two, which need no copies. `tokens`: the exchange of stale
+    ones, which is awaited here, too: all of these by one wait, where the transport can. Raises ExchangeError.
     """
     axis, text = patch.axis, state.layout.text
-    if text is None:
-        return _fits_of_all(patch, where, attended, state)
-    if not state.corrects or collectives_of(patch.comm.transport, axis.ranks) is not None:
-        pending = _text_of_all(patch, where, attended, state, text)
-        fits = _fits_of_all(patch, where, attended, state)
-        pending.wait()
-        return fits
-    part = fresh_part(axis, text, attended, "text")
+    if text is not None and state.corrects and collectives_of(patch.comm.transport, axis.ranks) is None:
+        if tokens is not None:
+            tokens.wait()
+        return _in_one_message(patch, where, attended, state, text)
+    started = [] if tokens is None else [tokens]
+    if text is not None:
+        started.append(_text_of_all(patch, where, attended, state, text))
+    if state.corrects:
+        started.append(_fits_of_all(patch, where, attended, state))
+    if not started:
+        return None
+    last = started.pop()
+    for each in started:
+        last.beside(each)
+    found: Tensor | Sequence[Tensor] = last.wait()
+    return found if state.corrects else None
+
+
+def _in_one_message(
+    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens, text: TokenSlots
+) -> Tensor | Sequence[Tensor]:
+    axis, part = patch.axis, fresh_part(patch.axis, text, attended, "text")
     own, peers = state.fit(attended, patch.step_ratio), axis.other_ranks
     specs = {axis.ranks[p]: (state.fit_specs[p],) for p in axis.others}
     correction = ExchangePart("correction", [(peers, (own,))], specs, axis=axis, to_all=True)
@@ -41,6 +56,7 @@ def fits_with_text(
 
 
 def _text_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens, text: TokenSlots) -> Work[Any]:
+    """Start to gather the text in `attended` [tokens, 2, B, N, D]."""
     rows = state.text_rows(attended)
     if rows is None:
         return patch.comm.exchange(where, [fresh_part(patch.axis, text, attended, "text")])
@@ -48,13 +64,11 @@ def _text_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteT
     return patch.comm.all_gather(patch.axis, "text", where, own, into=of_all)
 
 
-def _fits_of_all(
-    patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens
-) -> Tensor | Sequence[Tensor] | None:
-    if not state.corrects:
-        return None
+def _fits_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens) -> Work[Any]:
+    """Start to gather the corrections, [2, B, N, numbers] of each rank."""
     own = state.fit(attended, patch.step_ratio)
     if state.fits_are_equal:
-        return patch.comm.all_gather(patch.axis, "correction", where, own).wait()
+        return patch.comm.all_gather(patch.axis, "correction", where, own)
     gather = AllGather(patch.comm, patch.axis, "correction", where)
-    return [fit for (fit,) in gather.start([own], lambda group_rank: [state.fit_specs[group_rank]]).wait()]
+    pending = gather.start([own], lambda group_rank: [state.fit_specs[group_rank]])
+    return pending.then(lambda found: [fit for (fit,) in found])

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from patchpar.comm.exchange_part import ExchangePart
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart, Received
+from patchpar.comm.transport import Work
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.stale.correction import OwnTokens
@@ -28,6 +30,9 @@ class LateTokens(RemoteTokens):
     def __init__(self, layout: StaleLayout, like: Tensor, workspace: Workspace) -> None:
         super().__init__(layout, like, workspace)
         self.index = 0
+        self._mine, self._newest_shape = self.axis.rank, (self._newest_slots.total, *self._token)
+        self._unsent = self._owned.last
+        self._gather: Work[Tensor] | None = None
 
     def _new_newest(self, like: Tensor) -> Tensor:
         """Return no memory, see `receive_into`, but allocate that of own tokens."""
@@ -55,19 +60,37 @@ class LateTokens(RemoteTokens):
 
         `ratio`: length of this step over that of the last, a scalar in fp32.
         """
-        self._newest = memory.take((self._newest_slots.total, *self._token), self._owned.last)
+        newest = memory.take(self._newest_shape, self._owned.last)
+        if newest is not self._newest:  # the same memory in every step
+            self._newest = newest
+            self._unsent = self._owned.last if self._owned.before is None else self._newest_slots.of(newest, self._mine)
         if self._owned.before is not None:
-            self._past.extrapolate(self.unsent, self._owned, ratio)
-
-    @property
-    def unsent(self) -> Tensor:
-        """This rank's tokens as others are to hold them, [l, 2, B, N, D]: they must not change while they are sent."""
-        extrapolated = self._owned.before is not None
-        return self._newest_slots.of(self._newest, self.axis.rank) if extrapolated else self._owned.last
+            self._past.extrapolate(self._unsent, self._owned, ratio)
 
     def late_part(self) -> ExchangePart:
         """Return what this rank sends and receives now."""
-        return self._part_of(self.unsent)
+        return self._part_of(self._unsent)
+
+    def gather(self, comm: Communicator, where: str) -> None:
+        """Send this rank's tokens to all ranks, and receive theirs, where `rows` says: until `receive`, or a wait."""
+        self._gather = comm.all_gather(self.axis, "kv", where, self._unsent, into=self._newest, bulk=True)
+
+    def receive(self) -> Received:
+        """Wait for what `gather` has started. Raises ExchangeError."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+        return {}
+
+    def take_gather(self) -> Work[Tensor] | None:
+        """Return what `gather` has started, for the caller to wait for after it has written this rank's next tokens.
+
+        None where it sends these as they lie, so that they must not be written before.
+        """
+        if self._owned.before is None:
+            return None
+        gather, self._gather = self._gather, None
+        return gather
 
     def remember(self, fresh: Tensor, ratio: Tensor, *, continues: bool) -> None:
         """See RemoteTokens; `fresh` [T, 2, B, N, D]. Of the others' tokens nothing is stored."""

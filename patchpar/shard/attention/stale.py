@@ -146,9 +146,9 @@ def _attend_beside_tokens(
     options, cache = patch.policy.context, patch.cache
     assert isinstance(options, StaleKV)
     assert cache is not None
-    here, known = _here(call), entry.state
+    here, known = KeysValues(call.key.transpose(1, 2), call.value.transpose(1, 2)), entry.state
     late_no_more = patch.frozen and isinstance(known, LateTokens)  # frozen: nothing is sent late
-    if known is None or late_no_more or known.layout.text != text:
+    if known is None or late_no_more or (known.layout.text is not text and known.layout.text != text):
         layout = _layout(patch, grid, here, options, text)
         if cache.is_first_state():
             check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
@@ -156,14 +156,12 @@ def _attend_beside_tokens(
     state: RemoteTokens = entry.state
     if patch.fresh:
         return _attend_and_remember(patch, where, grid, call, entry)
-    if isinstance(state, LateTokens):
-        cache.window.reach(state.index)
-    state.arrived(entry.pop())
+    pending = _pending_tokens(patch, state, entry)
     attended = state.write(here)
     if patch.frozen:
         state.repeat(attended, patch.step_ratio)
         return state.attend(call, attended)
-    state.refresh(attended, patch.step_ratio, fits_with_text(patch, where, attended, state))
+    state.refresh(attended, patch.step_ratio, fits_with_text(patch, where, attended, state, pending))
     if isinstance(state, LateTokens):
         return state.attend(call, attended)
     if state.derived and not state.layout.joins:
@@ -172,6 +170,19 @@ def _attend_beside_tokens(
     result = state.attend(call, attended)  # before the next values may arrive where it reads
     entry.pending = _sent(patch, where, attended, state, entry)
     return result
+
+
+def _pending_tokens(patch: LocalPatch, state: RemoteTokens, entry: StaleEntry) -> Work[Any] | None:
+    """Return the exchange that brings the stale tokens, if it may be awaited with the corrections; else wait for it."""
+    if isinstance(state, LateTokens):
+        assert patch.cache is not None
+        patch.cache.window.reach(state.index)
+        pending = state.take_gather()
+        if pending is not None:
+            entry.pending = None
+            return pending
+    state.arrived(entry.pop())
+    return None
 
 
 def _attend_and_remember(
@@ -198,11 +209,11 @@ def _new_state(patch: LocalPatch, where: str, entry: StaleEntry, layout: StaleLa
 
     def start(memory: Workspace) -> None:
         state.receive_into(memory, patch.step_ratio)
-        rows = state.rows
-        if rows is None:
+        if state.rows is None:
             entry.pending = cache.send_at_once(state.late_part(), where)
         else:
-            entry.pending = cache.gather_at_once(layout.axis, where, rows, state.unsent)
+            state.gather(cache.comm, where)
+            entry.pending = state.receive
 
     state.index = cache.window.add(LateExchange(start, entry.drop))
     return state

@@ -44,9 +44,10 @@ class RemoteTokens:
         self.layout, self.options, self.axis, self.grid = layout, layout.options, layout.axis, layout.grid
         self.corrects = self.options.correction != "none"  # whether ranks send corrections of their tokens
         self._workspace, self._token, self._slots = workspace, layout.token, layout.attended
+        self._shape = (self._slots.total, *self._token)
         self.derived, self._newest_slots = layout.derived, layout.newest
         self._common_here = layout.common_here(layout.axis.rank)
-        self._kept = None if self.derived else like.new_empty(self._slots.total, *self._token)
+        self._kept = None if self.derived else like.new_empty(self._shape)
         self._newest = self._new_newest(like)
         has_previous = self.options.extrapolated and not layout.is_late
         self._previous = like.new_empty(layout.previous.total, *self._token) if has_previous else None
@@ -120,7 +121,7 @@ class RemoteTokens:
         """
         attended = self._kept
         if attended is None:
-            attended = self._workspace.take((self._slots.total, *self._token), here.k_BlND)
+            attended = self._workspace.take(self._shape, here.k_BlND)
         return self._written(attended, self._slots, here)
 
     def write_fresh(self, here: KeysValues) -> Tensor:

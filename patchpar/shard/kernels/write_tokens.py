@@ -39,24 +39,22 @@ def launch_write_tokens(
 
     See the twin: `key` and `value` [B, c + l, N, D], `attended` [T, 2, B, N, D], `message` [l, 2, B, N, D].
     """
-    key, value = _with_adjacent_columns(key), _with_adjacent_columns(value)
+    of_key, of_value = key.stride(), value.stride()
+    if of_key[3] != 1 or of_value[3] != 1:  # the program reads the numbers of a head one after another
+        key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (key, value))
+        of_key, of_value = key.stride(), value.stride()
     batch, tokens, heads, width = key.shape
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
     _WRITE_TOKENS.launch(
         (-(-tokens // rows), 2 * batch * heads),
         (attended, attended if message is None else message, key, value),
-        (tokens, start, common, common_start, batch, heads, *key.stride()[:3], *value.stride()[:3]),
+        (tokens, start, common, common_start, batch, heads, *of_key[:3], *of_value[:3]),
         WIDTH=width,
         COLUMNS=columns,
         ROWS=rows,
         HAS_MESSAGE=message is not None,
     )
-
-
-def _with_adjacent_columns(x: Tensor) -> Tensor:
-    """Return x, or a copy of it in which the numbers of a head follow one another, as the program reads them."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 write_tokens = fused_op(

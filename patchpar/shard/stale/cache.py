@@ -8,7 +8,6 @@ An entry is identified by the denoiser call within the step (guidance may need t
 often that exchange point has run in the call.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -67,7 +66,8 @@ class StaleEntry:
 
     def drop(self) -> None:
         """Wait for the pending exchange and discard its values."""
-        self.pop()
+        if self.pending is not None or self.received:  # neither, nearly always
+            self.pop()
 
     def put(self, received: Received, own: Tensor | None = None) -> None:
         """Store fresh values for the next step.
@@ -119,7 +119,7 @@ class StaleCache:
         self.workspace, self._arriving = Workspace(), ReceiveMemory()
         self._calls: dict[int, _GuidanceCall] = {}
         self._call = _GuidanceCall(SendWindow(self._arriving))
-        self._passed: Counter[str] = Counter()
+        self._passed: dict[str, int] = {}
         self.evaluation = 0
         self.continues = False  # whether the previous evaluation of this call is known
         self.attentions = 0  # attention exchange points run in this call
@@ -161,12 +161,13 @@ class StaleCache:
 
     def entry(self, where: str) -> StaleEntry:
         """Return the entry of the exchange point that runs now."""
-        passed = self._passed[where]
+        passed = self._passed.get(where, 0)
         self._passed[where] = passed + 1
         entries, key = self._call.entries, (where, passed)
-        if key not in entries:
-            entries[key] = StaleEntry()
-        return entries[key]
+        found = entries.get(key)
+        if found is None:
+            found = entries[key] = StaleEntry()
+        return found
 
     def is_first_state(self) -> bool:
         """Whether no exchange point of this call has a state yet."""
@@ -183,14 +184,12 @@ class StaleCache:
         exchange = self.comm.exchange(where, [part], bulk=True, memory=memory)
         return lambda: exchange.wait()[0]
 
-    def gather_at_once(self, axis: Axis, where: str, rows: Tensor, own: Tensor | None = None) -> Callable[[], Received]:
+    def gather_at_once(self, axis: Axis, where: str, rows: Tensor) -> Callable[[], Received]:
         """Send this rank's part of `rows` [P l, ...] to all ranks of the axis, and receive theirs for the next step.
 
-        `own` [l, ...] is sent instead of that part, if given. Neither must change until the function returned has
-        waited.
+        They must not change until the function returned has waited.
         """
-        own = rows.chunk(axis.size)[axis.rank] if own is None else own
-        exchange = self.comm.all_gather(axis, "kv", where, own, into=rows, bulk=True)
+        exchange = self.comm.all_gather(axis, "kv", where, rows.chunk(axis.size)[axis.rank], into=rows, bulk=True)
 
         def wait() -> Received:
             exchange.wait()

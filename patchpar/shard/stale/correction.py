@@ -131,6 +131,7 @@ class OwnPast:
 
     def __init__(self, wanted: Correction, *, extrapolated: bool, kept: OwnTokens | None = None) -> None:
         self._wanted, self._extrapolated = wanted, extrapolated
+        self._kind, self._stride = wanted, 1  # of this rank's tokens, of which there are always as many
         self._kept = kept
         self._last: FitSamples | None = None
         self._before: FitSamples | None = None
@@ -143,9 +144,8 @@ class OwnPast:
         """
         if self._wanted == "none":
             return
-        kind = self._kind(own_lXND)
         if self._last is None:
-            self._allocate(own_lXND, kind)
+            self._allocate(own_lXND)
         assert self._last is not None
         if self._along is not None and not continues:
             self._along.fill_(LEAST_BEFOREHAND)
@@ -154,9 +154,12 @@ class OwnPast:
             self.fit(own_lXND, ratio)
             return
         samples = (*self._last, *(self._before or (None, None)))
-        sample_tokens(own_lXND, *samples, stride_for(kind, own_lXND.shape[0]), continues)
+        sample_tokens(own_lXND, *samples, self._stride, continues)
 
-    def _allocate(self, own_lXND: Tensor, kind: Correction) -> None:
+    def _allocate(self, own_lXND: Tensor) -> None:
+        tokens, width = own_lXND.shape[0], own_lXND.shape[-1]
+        self._kind = kind = kind_for(self._wanted, tokens, width)
+        self._stride = stride_for(kind, tokens)
         last, before = self._kept or (None, None)
         self._last = FitSamples.empty(own_lXND, kind, last)
         if self._extrapolated:
@@ -170,11 +173,10 @@ class OwnPast:
         `ratio`: length of this step over that of the last, a scalar in fp32.
         """
         assert self._last is not None, "the step before has been remembered"
-        kind, last, before = self._kind(own_lXND), self._last, self._before
-        if kind == "affine":
-            past = (*last, *(before or (None, None)), self._along)
-            return fit_tokens(own_lXND, *past, ratio, stride_for(kind, own_lXND.shape[0]))
-        now = FitSamples.of(own_lXND, kind)
+        last, before = self._last, self._before
+        if self._kind == "affine":
+            return fit_tokens(own_lXND, *last, *(before or (None, None)), self._along, ratio, self._stride)
+        now = FitSamples.of(own_lXND, self._kind)
         found = fit_matrices(now, last, before, self._along, ratio)
         if before is not None:
             before.copy_(last)
@@ -189,9 +191,6 @@ class OwnPast:
     def numbers(self, tokens: int, width: int) -> int:
         """Return how many numbers a rank with so many tokens sends for each head of this width."""
         return numbers_of(kind_for(self._wanted, tokens, width), width)
-
-    def _kind(self, own_lXND: Tensor) -> Correction:
-        return kind_for(self._wanted, own_lXND.shape[0], own_lXND.shape[-1])
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the stored means [X, N, D], sampled tokens [s, X, N, D], and fractions [X, N]."""

@@ -258,8 +258,10 @@ def common_first(
     """
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
+    if call.attn_mask is None and queries.is_common_first and keys.is_common_first:
+        return call  # as nearly always
     query, key, value = _tensors_common_first(call, queries, keys)
-    mask = call.attn_mask if call.attn_mask is None else queries.rows(call.attn_mask)
+    mask = queries.rows(call.attn_mask)
     if mask is not None:
         mask = (columns or keys).by_rank(mask, -1) if mask.shape[-1] > 1 else mask
         mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask

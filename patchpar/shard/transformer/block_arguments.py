@@ -4,7 +4,7 @@ Names are looked up once for each form of a call, since a block may be called so
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ _LEAVES = (Tensor, *_PLAIN)
 class ArgumentRule:
     """What to do with the leaves of a call. `plan` None: every rank computes the whole block.
 
-    `text` and `text_counts`: those of a second run of tokens.
+    `text` and `text_counts`: those of a second run of tokens. `has_numbers`: whether any leaf is a number of tokens.
     """
 
     plan: BlockPlan | None
@@ -35,6 +35,12 @@ class ArgumentRule:
     bounds: tuple[int, ...] = ()
     text: tuple[tuple[int, TokenRows], ...] = ()
     text_counts: tuple[int, ...] = ()
+    has_numbers: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Compute what every block asks, once."""
+        numbers = (*self.counts, *self.row_counts, *self.frame_counts, *self.bounds, *self.text_counts)
+        object.__setattr__(self, "has_numbers", bool(numbers))
 
 
 class ArgumentRules:
@@ -135,8 +141,6 @@ def _filled(form: Any, leaves: Iterator[Any]) -> Any:
     items = form[2:] if kind is dict else form[1:]
     found: list[Any] = []
     for each in items:
-        found.append(_filled(each, leaves) if isinstance(each, _INNER) else next(leaves))
+        inner = type(each)
+        found.append(_filled(each, leaves) if inner is tuple or inner is _Node else next(leaves))
     return dict(zip(form[1], found, strict=True)) if kind is dict else kind(found)
-
-
-_INNER = (tuple, _Node)

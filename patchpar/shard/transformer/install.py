@@ -21,6 +21,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.processor_call import looks_up_signatures, without_signature
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
@@ -32,7 +33,7 @@ from patchpar.shard.transformer.token_layout import Grids, TokenLayout
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_ranges import TokenRanges
 
-HOOK, WATCHED = "patchpar_tokens", "patchpar_functions"
+HOOK, WATCHED, ATTENTION = "patchpar_tokens", "patchpar_functions", "patchpar_attention"
 _COMPILED = (
     "{} is compiled, and its tokens meet in sums or convolutions, or in parts that every rank computes with all of "
     "them, which cannot be exchanged inside a compiled block: leave it as it is, or use plan cfg=2 or data=N, which do "
@@ -55,9 +56,14 @@ class TransformerSharder:
         self._runs = KnownRuns()
         self._hooks = HookSet()
         blocks = plan.paths | {path for path, _ in plan.others}
+        compiled: tuple[str, ...] = ()
         for path, module in denoiser.named_modules():
+            if path and is_compiled(module):
+                compiled = (*compiled, f"{path}.")
             if path in blocks or (path and is_compiled(module)):
                 self._hook(module, _BlockHook(self, path, module))
+            elif looks_up_signatures(module) and not path.startswith(compiled):
+                self._hooks.install(module, _AttentionHook(self, path), ATTENTION)
         parts = {f"{path}.{part.path}" for block in plan.blocks for path in block.paths for part in block.replicated}
         for path in sorted(parts):
             self._hook(denoiser.get_submodule(path), _PartHook(self, path))
@@ -137,6 +143,17 @@ class _BlockHook(_ShardHook):
             return call.run(block, forward, args, kwargs, traced=self.compiled is not None)
         finally:
             call.inside = False
+
+
+class _AttentionHook(_ShardHook):
+    """Runs an attention layer without the look-up of a signature, see `processor_call`."""
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the layer's forward."""
+        forward = self.fn_ref.original_forward
+        if self.shard.call is not None:
+            forward = without_signature(module, forward, kwargs)
+        return forward(*args, **kwargs)
 
 
 class _PartHook(_ShardHook):

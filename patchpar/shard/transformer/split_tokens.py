@@ -142,13 +142,15 @@ class TextKeys(NamedTuple):
     """Keys with a text that is split, of which all tokens are to be of this step, while those of the image are not.
 
     `text`: where our text is among them. `here`: the same keys, with our text as common tokens. `whole`: keys with all
-    of the text, which is common. `slots`: tokens of the text on each rank.
+    of the text, which is common. `slots`: tokens of the text on each rank. `is_alone`: whether no other tokens are
+    common.
     """
 
     text: SplitTokens
     here: SplitTokens
     whole: SplitTokens
     slots: TokenSlots
+    is_alone: bool
 
     @classmethod
     def of(cls, size: int, runs: Runs) -> "TextKeys | None":
@@ -159,12 +161,8 @@ class TextKeys(NamedTuple):
         (image,), ((start, ranges),) = here.runs, text.runs
         more = text.tokens - text.own
         placed = image._replace(start=image.start + more) if start < image.start else image
-        return cls(text, here, SplitTokens(size + more, (placed,)), TokenSlots(ranges.sizes))
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other tokens are common."""
-        return self.here.common == self.text.own
+        whole = SplitTokens(size + more, (placed,))
+        return cls(text, here, whole, TokenSlots(ranges.sizes), is_alone=here.common == text.own)
 
 
 class PlacedCall(NamedTuple):
@@ -186,7 +184,7 @@ class CallRuns:
         self.runs = tuple(runs)
         self._placed: dict[tuple[int, int], PlacedCall] = {}
 
-    @property
+    @cached_property
     def rows(self) -> LevelGrid:
         """The first run as a grid of rows that are split."""
         return self.runs[0][1].rows

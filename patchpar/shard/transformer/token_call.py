@@ -89,19 +89,29 @@ class TokenCall:
         runs = found.inputs
         own = list(leaves)
         for number, leaf in enumerate(leaves):
-            if isinstance(leaf, LocalTokens) or (number in runs and isinstance(leaf, Tensor)):
-                own[number] = self._own(leaf, runs.get(number, ()))
+            wanted = runs.get(number, ())
+            if isinstance(leaf, LocalTokens):
+                is_as_wanted = leaf.gathered is None and leaf.source.runs is wanted  # nearly always
+                own[number] = leaf.own if is_as_wanted else self._own(leaf, wanted)
+            elif wanted and isinstance(leaf, Tensor):
+                own[number] = self._cut(leaf, wanted)
+        if block.text is not None:
+            self.ranges[f"{block.plan.name}, text"] = block.text
+        if rule.has_numbers:
+            self._change_numbers(block, rule, own)
+        return own
+
+    def _change_numbers(self, block: BlockCall, rule: ArgumentRule, own: list[Any]) -> None:
+        """Make numbers of tokens among the arguments those of our tokens."""
         for number in rule.counts:
             own[number] += block.ranges.count - block.ranges.num_tokens
         if block.text is not None:
-            self.ranges[f"{block.plan.name}, text"] = block.text
             for number in rule.text_counts:
                 own[number] += block.text.count - block.text.num_tokens
         for number in rule.row_counts if block.ranges.across.rows is None else rule.frame_counts:
             own[number] = block.ranges.num_rows
         for number in rule.bounds:
             own[number] = block.ranges.before(own[number])
-        return own
 
     def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
         """Run the block on our tokens, which are all that its outputs have. `traced`: it is compiled."""
@@ -110,10 +120,16 @@ class TokenCall:
             output = self._run(block, forward, args, kwargs, traced=traced)
         finally:
             self.block = None
+        if type(output) is tuple and {*map(type, output)} == {Tensor}:  # as nearly always: its leaves are its items
+            return tuple(self._with_sources(block, list(output)))
         leaves, form = leaves_and_form(output)
+        return with_leaves(form, self._with_sources(block, leaves))
+
+    def _with_sources(self, block: BlockCall, leaves: list[Any]) -> list[Any]:
+        """Make local tokens of the outputs of a block that are tokens, and return all of its outputs."""
         for number, runs in block.outputs.items():
             leaves[number] = local_tokens(leaves[number], TokenSource(runs, block.path, self._gathered))
-        return with_leaves(form, leaves)
+        return leaves
 
     def _run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
         if not traced and not (block.plan.watched and block.watches(block.path)):
@@ -143,13 +159,11 @@ class TokenCall:
                     return run.ranges
         return self.layout.text_ranges(rule, leaves, first.num_tokens)
 
-    def _own(self, x: Tensor, runs: Runs) -> Tensor:
-        """Return an argument with our tokens only of the `runs` in it."""
-        if isinstance(x, LocalTokens):
-            if x.gathered is None and (x.source.runs is runs or x.source.runs == runs):
-                return x.own
-            x = x.whole()
-        return self._cut(x, runs) if runs else x
+    def _own(self, x: LocalTokens, runs: Runs) -> Tensor:
+        """Return an output of another block with our tokens only of the `runs` in it."""
+        if x.gathered is None and x.source.runs == runs:
+            return x.own
+        return self._cut(x.whole(), runs) if runs else x.whole()
 
     def _cut(self, x: Tensor, runs: Runs) -> Tensor:
         """Return a whole argument with our tokens only, and everything around the tokens."""

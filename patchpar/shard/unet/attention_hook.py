@@ -7,14 +7,13 @@ The layer's processor runs unchanged; only its call of scaled_dot_product_attent
 computes attention itself gets the keys and values of all ranks instead, always fresh.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from diffusers.hooks import ModelHook
-from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather
@@ -24,12 +23,11 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.processor_call import without_signature
 from patchpar.shard.sdpa import AttentionCall, SdpaMode, with_attention
 from patchpar.shard.stale.token_grid import LevelGrid
 
 PROJECTIONS = ("to_k", "to_v")
-ALWAYS_PASSED = frozenset({"hidden_states", "encoder_hidden_states", "attention_mask"})
-"""Arguments that diffusers passes to any processor."""
 
 
 class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -72,20 +70,19 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return attend_over_bands(self.patch, self.where, call)
 
 
-def without_signature(module: nn.Module, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what calls the processor of an attention layer as its own `forward` does, where that is diffusers'.
+class ContextHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Attention to a context that every rank has, such as text: nothing is exchanged, and no signature looked up."""
 
-    diffusers looks up the signature of the processor in every call, to find out which of `kwargs` it takes: that takes
-    longer than all of an exchange. It does nothing else, and without such arguments there is nothing to find out.
-    """
-    if getattr(forward, "__func__", None) is not Attention.forward or not kwargs.keys() <= ALWAYS_PASSED:
-        return forward  # replaced by other code, or with arguments of a processor
+    def __init__(self, patch: LocalPatch) -> None:
+        super().__init__()
+        self.patch = patch
 
-    def attend(hidden_states: Tensor, encoder_hidden_states: Any = None, attention_mask: Any = None) -> Any:
-        context = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": attention_mask}
-        return module.processor(module, hidden_states, **context)  # type: ignore[operator]
-
-    return attend
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces Attention.forward."""
+        forward = self.fn_ref.original_forward
+        if self.patch.active:
+            forward = without_signature(module, forward, kwargs)
+        return forward(*args, **kwargs)
 
 
 def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:

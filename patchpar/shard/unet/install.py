@@ -16,7 +16,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
-from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
+from patchpar.shard.processor_call import looks_up_signatures
+from patchpar.shard.unet.attention_hook import AttentionHook, ContextHook, refusal_of_past
 from patchpar.shard.unet.compiled_blocks import CompiledBlocks
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
 from patchpar.shard.unet.fourier import FourierHook
@@ -70,8 +71,12 @@ class UNetSharder:
                 continue
             self._hook(path, AttentionHook(self.patch, path, own_kernel=own_kernel, elsewhere=path in sites.elsewhere))
         for path, module in self._modules.items():
-            if takes_masks(module) and path not in sites.attentions:
+            if path in sites.attentions:
+                continue
+            if takes_masks(module):
                 self._hook(path, MaskHook(self.patch))
+            elif looks_up_signatures(module) and not self._compiled.hold(path):
+                self._hook(path, ContextHook(self.patch))
 
     def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
         stencils = {

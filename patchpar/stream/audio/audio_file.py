@@ -46,7 +46,7 @@ def read_audio(path: Path, rate: int, *, most: float = math.inf) -> AudioFile:
             declared = _declared(container)
             samples = _decoded(container, rate, f"{path} ({facts})", most)
     except av.FFmpegError as error:
-        raise PlanError(f"{path} cannot be read as audio: {error}") from error
+        raise PlanError(f"{path} cannot be read as audio: {error.strerror}; use .wav or .mp3, for example") from error
     if not len(samples):
         raise PlanError(f"{path} ({facts}) holds no samples")
     if declared - len(samples) / rate > MISSING:
@@ -77,7 +77,8 @@ def _decoded(container: Any, rate: int, name: str, most: float) -> Tensor:
         pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
     except av.FFmpegError as error:
         seconds = sum(map(len, pieces)) / rate
-        raise PlanError(f"{name} is broken after {seconds:.1f} s: {error}. Repair it, or cut it there") from error
+        where = f"after {seconds:.1f} s: {error.strerror}"
+        raise PlanError(f"{name} is broken {where}. Repair it, or cut it there") from error
     return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.zeros(0)
 
 

@@ -116,11 +116,11 @@ def exit_code(ending: BaseException) -> int:
 
 def abandon_computation(code: int, number: int | None = None) -> NoReturn:
     """Exit with `code`, whatever threads compute. `number`: of the signal, unless the code says it."""
-    cursor = SHOW_CURSOR if sys.stderr.isatty() else ""
-    sys.stderr.write(
-        f"{cursor}\n{ended_by(code - 128 if number is None else number)}, in the middle of a computation\n"
-    )
-    sys.stderr.flush()
+    stderr, sentence = sys.stderr, ended_by(code - 128 if number is None else number)
+    if stderr is not None:  # None: it was closed before the command
+        cursor = SHOW_CURSOR if stderr.isatty() else ""
+        stderr.write(f"{cursor}\n{sentence}, in the middle of a computation\n")
+        stderr.flush()
     os._exit(code)
 
 
