@@ -42,7 +42,7 @@ class Address:
     is_open: bool = False
 
     def __post_init__(self) -> None:
-        check_port(self.port, "port")
+        check_port(self.port, "--port")
         if not self.is_local and not self.users and not self.is_open:
             raise PlanError(
                 f"host {self.host}: everybody who reaches this machine could use it; add --auth NAME:PASSWORD, or "

@@ -213,6 +213,8 @@ def test_a_call_that_cannot_be(typed: Any, displayed: Any, wrong: Wrong) -> None
     for text, limit in zip((sentence, displayed(wrong)), wrong.limits, strict=True):
         assert has_all(text, (*wrong.reported, limit)), text
         assert is_a_sentence(text), text
+    if GRID[0] in wrong.reported:
+        assert Typed.opened == [], "no worker is started for what the model's folder shows"
 
 
 @pytest.mark.parametrize(("error", "reported"), FAULTS, ids=lambda value: type(value).__name__)
@@ -281,6 +283,15 @@ def test_a_model_that_cannot_be_loaded(
 )
 def test_devices_that_are_none(verb: str, devices: str, reported: tuple[str, ...], tmp_path: Path) -> None:
     assert_refused(verb, ["--devices", devices], reported, tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["app", "serve"])
+def test_a_port_that_is_none(verb: str) -> None:
+    found = CliRunner().invoke(command, [verb, "--port", "99999", *(["embedded"] if verb == "serve" else [])])
+    assert found.exit_code == 2, found.output
+    message = " ".join(found.stderr.split())
+    assert message.endswith("error: --port 99999: it must be a number from 1 to 65535, or 0 for any free port")
+    assert "Starting" not in message
 
 
 def assert_refused(verb: str, words: list[str], reported: tuple[str, ...], folder: Path) -> None:

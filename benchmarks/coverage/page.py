@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,13 @@ class Page:
     diffusers: str
     rows: tuple[Row, ...]
     left_out: Mapping[str, str]
+
+
+def changes(page: Page, here: Collection[str]) -> str:
+    """Which classes of denoisers are new `here`, in a diffusers that the page is not of, and which are gone."""
+    known = {row.name for row in page.rows} | set(page.left_out)
+    new, gone = sorted(set(here) - known), sorted(known - set(here))
+    return f"new: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.quality.bench import Bench
+from benchmarks.quality.bench import REPOSITORY, Bench
 from benchmarks.quality.generation import SCHEDULERS, Caption, Meter, OneProcess, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
 from benchmarks.quality.plot import write_plot
@@ -37,7 +37,6 @@ from patchpar.models.files import embedded_model
 from training.classifier import load_classifier
 from training.scenes import held_out_captions
 
-REPOSITORY = Path(__file__).parents[2]
 TABLE, PLOT = REPOSITORY / "docs/figures/quality.md", REPOSITORY / "assets/figures/quality.svg"
 GUIDANCE, SEED = 3.5, 1000
 

@@ -8,15 +8,26 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.gpu.battery.environment import commit_of
 from benchmarks.quality.generation import Caption, Comparison, Meter, OneProcess, Ranks
 from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
 from patchpar import Run
 from patchpar.errors import PatchparError
 from patchpar.launch.devices import available_cores
 
+REPOSITORY = Path(__file__).parents[2]
 PLAIN = Named(label="one process", text="", method=ONE_PROCESS)
+
+
+@cache
+def versions_here() -> str:
+    """The versions that images are made with, and the commit of patchpar."""
+    numbers = ", ".join(f"{package} {version(package)}" for package in ("torch", "diffusers", "patchpar"))
+    return f"{numbers} {commit_of(REPOSITORY)}".strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +77,7 @@ class Cell:
                 caption=caption.index,
                 batch=len(batch),
                 cores=available_cores(),
+                versions=versions_here(),
                 **asdict(comparison),
                 **asdict(cost),
             )

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from patchpar.strategies import parse_strategy
 
+LATER = {"versions"}
+"""Fields that older lines do not have."""
 Key = tuple["Setting", "Method", int, int]
 """Setting, method, ranks, caption."""
 
@@ -71,6 +73,7 @@ class Record:
     `bytes_per_step`: the most that a rank sent in a step, on average over the steps, for this one of the `batch`
     images generated together; `stale_step_bytes`: the same of steps that used values of the last one, None without any.
     `seconds_waited`: by the rank that waited most, in a step of the batch. `exact_steps`: steps without old values.
+    `versions`: of torch, diffusers and patchpar, which decide nothing: empty in lines that are older than this field.
     """
 
     setting: Setting
@@ -88,6 +91,7 @@ class Record:
     exact_steps: int
     batch: int
     cores: int
+    versions: str = ""
 
     @property
     def key(self) -> Key:
@@ -136,7 +140,7 @@ class Records:
         try:
             values = json.loads(line)
             setting, method = Setting(**values.pop("setting")), Method(**values.pop("method"))
-            if set(values) != names - {"setting", "method"}:
+            if set(values) | LATER != names - {"setting", "method"}:
                 raise KeyError(f"its names are {', '.join(values)}")
             return Record(setting=setting, method=method, **values)
         except (ValueError, TypeError, KeyError) as error:

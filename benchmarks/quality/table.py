@@ -24,7 +24,8 @@ classifier sees on both sides what the caption says. `sent`: MB (10⁶ bytes) in
 one image, by the rank that sends most: the mean of all steps, warm-up included, and of the `stale` ones alone, which
 use values of the step before. `waited`: by the rank that waits most, in a step of a whole batch; a star where there
 were more ranks than cores, so that most of it is waiting for a core. A row stays until it is measured again with as
-many captions, so that rows may be of different versions and machines: compare `waited` only in one setting.
+many captions, so that rows may be of different versions and machines: compare `waited` only in one setting. A line of
+the records names the versions of torch, diffusers and patchpar that its image was made with; older lines name none.
 Measured by `python -m benchmarks.quality`, written by `python -m benchmarks.quality --table`.
 """
 HEAD = (

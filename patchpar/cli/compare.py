@@ -73,7 +73,7 @@ def compare(request: CompareFlags) -> None:
         for path in every:
             check_writable(path)
         requested_task = request.task("compare")
-        requested_task.check_model(request.model, request.for_loading())
+        request.check_model(requested_task)
         with stdout_kept_clean(request.json):
             planned, single = _all_runs(request, requested_task)
         figures = [measure_pair(each, single) for each in planned]

@@ -15,6 +15,7 @@ from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, c
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME
 from patchpar.models.task import RequestedTask
+from patchpar.stream.web.server import check_port
 
 TASK = RequestedTask(verb="app")
 NAME = "patchpar_app"
@@ -44,6 +45,7 @@ def serve_app(request: AppFlags) -> None:
     """Serve the web demo until ctrl-C."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
+        check_port(request.port, "--port")
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
         TASK.check_model(request.model, _loading(request))  # before the check for gradio, which can be installed
         demo = demo_package()

@@ -88,6 +88,10 @@ class ModelFlags:
         if self.scheduler is not None:
             scheduler_name(self.scheduler)
 
+    def check_model(self, task: RequestedTask) -> Path | None:
+        """Return the folder of the model, None of one of the hub. Raises PlanError if it shows that it cannot do it."""
+        return task.check_model(self.model, self.for_loading())
+
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
         graphs = "auto" if self.graphs else None
@@ -124,6 +128,15 @@ class SizedFlags(ModelFlags):
     def check_counts(self, *names: str) -> None:
         """Check the size too. Raises PlanError."""
         ModelFlags.check_counts(self, "height", "width", *names)
+
+    def check_model(self, task: RequestedTask) -> Path | None:
+        """Check the size too, unless it is that to which an image is resized. Raises PlanError."""
+        from patchpar.models.size_grid import check_sides
+
+        folder = ModelFlags.check_model(self, task)
+        if getattr(self, "image", None) is None:
+            check_sides(folder, height=self.height, width=self.width)
+        return folder
 
     def for_sampling(self) -> dict[str, Any]:
         """Return size, steps and guidance by diffusers' names."""

@@ -48,7 +48,7 @@ def returned_by(
     `call` gets the pipeline, whose workers have started. `keep` runs while they stop. Raises PlanError for a model that
     cannot do `requested_task`: before loading if its folder shows it, else before any rank computes.
     """
-    requested_task.check_model(request.model, request.for_loading())
+    request.check_model(requested_task)
     from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import silence_command
 

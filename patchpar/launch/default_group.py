@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,27 +28,34 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TCP = "tcp://"
+LEAST_SECONDS = 0.01  # of a wait: 0 may mean no limit
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRank:
-    """One rank of a group. `timeout`: seconds after which torch itself gives an operation up; NCCL ends the process."""
+    """One rank of a group. `deadline`: seconds within which all ranks have to be there.
+
+    `timeout`: seconds after which torch itself gives an operation up; NCCL ends the process.
+    """
 
     rank: int
     world_size: int
     device: str
+    deadline: float
     timeout: float
 
 
 def form_group(backend: str, store: Store, own: GroupRank) -> None:
-    """Make the default group. Collective. Raises LaunchError.
+    """Make the default group once all ranks are there. Collective. Raises LaunchError.
 
     On accelerators the ranks connect now and not at the first exchange: a wrong driver or network is a failed start.
+    NCCL itself waits without a limit for a rank that does not come.
     """
     import torch
     import torch.distributed as dist
 
+    values_of_all(store, own, "here", "")
     try:
         dist.init_process_group(
             backend,
@@ -64,18 +72,44 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
         ) from error
 
 
+def values_of_all(store: Store, own: GroupRank, name: str, value: str) -> list[str]:
+    """Return what each rank has under this name, of which `value` is this one's. Collective.
+
+    Raises LaunchError, which names the ranks that have not come by the deadline.
+    """
+    from torch.distributed import DistNetworkError
+
+    keys = [f"patchpar/{name}/{rank}" for rank in range(own.world_size)]
+    give_up = time.monotonic() + own.deadline
+    try:
+        store.set(keys[own.rank], value)
+        for key in keys:
+            store.wait([key], timedelta(seconds=max(LEAST_SECONDS, give_up - time.monotonic())))
+        return [store.get(key).decode() for key in keys]
+    except DistNetworkError as error:
+        raise LaunchError(f"rank {own.rank} has lost the store in which ranks meet: {error}") from error
+    except RuntimeError as error:
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        raise LaunchError(
+            f"rank {missing} has not come to the store in which ranks meet within {own.deadline:g} s: did it exit or "
+            f"fail? Rank {own.rank} has waited for it"
+        ) from error
+
+
 def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) -> Store:
     """Return the store in which ranks of one caller meet: the file `where`, or "tcp://host:port", which rank 0 opens.
 
-    `listener`: of rank 0, which listens at that port already and is the store's from now on. Raises LaunchError if rank
-    0 does not open it.
+    `listener`: of rank 0, which listens at that port already and is the store's from now on. A wait in it ends at the
+    deadline. Raises LaunchError if rank 0 does not open it.
     """
     import torch.distributed as dist
 
+    timeout = timedelta(seconds=own.deadline)
     if not where.startswith(TCP):
-        return dist.FileStore(where, own.world_size)  # type: ignore[attr-defined]  # it is documented
+        store: Store = dist.FileStore(where, own.world_size)  # type: ignore[attr-defined]  # it is documented
+        store.set_timeout(timeout)
+        return store
     host, _, port = where.removeprefix(TCP).rpartition(":")
-    timeout = timedelta(seconds=own.timeout)
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # it is documented
             host,
@@ -87,33 +121,27 @@ def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) 
             master_listen_fd=None if listener is None else listener.detach(),
         )
     except RuntimeError as error:
-        raise LaunchError(f"rank {own.rank} cannot reach rank 0 at {where}: {error}") from error
+        raise LaunchError(
+            f"rank {own.rank} cannot reach rank 0 at {where} within {own.deadline:g} s: {error}"
+        ) from error
 
 
-def form_group_between_hosts(own: GroupRank, deadline: float) -> None:
-    """Make the default group of ranks that know each other by torchrun's store only. Collective. Raises LaunchError.
-
-    `deadline`: seconds until all ranks have to be there.
-    """
-    store = _store_of_torchrun(own, deadline)
-    try:
-        store.set(f"patchpar/{own.rank}", card_id(own.device))
-        cards = [store.get(f"patchpar/{rank}").decode() for rank in range(own.world_size)]
-    except RuntimeError as error:
-        raise LaunchError(f"rank {own.rank} has not met all others within {deadline:g} s: {error}") from error
+def form_group_between_hosts(own: GroupRank) -> None:
+    """Make the default group of ranks that know each other by torchrun's store only. Collective. Raises LaunchError."""
+    store = _store_of_torchrun(own)
+    cards = values_of_all(store, own, "card", card_id(own.device))
     _form_for_process(backend_for(cards) or HOST_BACKENDS[0], store, own)
 
 
-def form_group_of_host(own: GroupRank, cards: Sequence[str], deadline: float) -> None:
+def form_group_of_host(own: GroupRank, cards: Sequence[str]) -> None:
     """Make the default group of ranks of one host if they have a GPU each. Collective. Raises LaunchError.
 
-    `cards`: each rank's `card_id`. `deadline` in seconds. The ranks connect over the loopback interface, unless the
-    environment names another.
+    `cards`: each rank's `card_id`. The ranks connect over the loopback interface, unless the environment names another.
     """
     backend = backend_for(cards)
     if backend:
         os.environ.update(interface_between_ranks())
-        _form_for_process(backend, _store_of_torchrun(own, deadline), own)
+        _form_for_process(backend, _store_of_torchrun(own), own)
 
 
 def backend_for(cards: Sequence[str]) -> str:
@@ -148,15 +176,17 @@ def check_default_group(device: str, cards: Sequence[str]) -> None:
         )
 
 
-def _store_of_torchrun(own: GroupRank, deadline: float) -> Store:
-    """Return the store in which ranks find each other, with `deadline` as the limit of a wait."""
+def _store_of_torchrun(own: GroupRank) -> Store:
+    """Return the store in which ranks find each other, with the deadline as the limit of a wait."""
     from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
 
-    timeout = timedelta(seconds=deadline)
+    timeout = timedelta(seconds=own.deadline)
     try:
         store, _, _ = next(rendezvous("env://", own.rank, own.world_size, timeout=timeout))
     except (RuntimeError, ValueError) as error:
-        raise LaunchError(f"rank {own.rank} cannot reach torchrun's store within {deadline:g} s: {error}") from error
+        raise LaunchError(
+            f"rank {own.rank} cannot reach torchrun's store within {own.deadline:g} s: {error}"
+        ) from error
     store.set_timeout(timeout)
     return store
 

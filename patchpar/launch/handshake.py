@@ -48,6 +48,7 @@ class WorkerConfig:
     engine: str
     preload: tuple[str, ...]
     deadline: float
+    start_timeout: float
     group_timeout: float
     threads: int
     group_store: str | None

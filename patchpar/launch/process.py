@@ -13,11 +13,10 @@ from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.channel import SEND_TIMEOUT, Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
-from patchpar.launch.started_process import ProcessRequest, StartedProcess, Starter, ending
+from patchpar.launch.started_process import POLL_SECONDS, ProcessRequest, StartedProcess, Starter, ending
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
 LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
-POLL_SECONDS = 0.005  # between checks whether a worker has its process
 HAS_WORK = ("R", "D")
 """States of a process in /proc: on a core or in the queue for one; waiting for a disk."""
 

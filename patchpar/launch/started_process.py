@@ -14,7 +14,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch.handshake import python_command
 
 WORKER = "patchpar.launch.worker"
-POLL_SECONDS = 0.005  # between checks whether a process has ended that cannot be waited for
+POLL_SECONDS = 0.005  # between checks whether a process is there, or has ended, that cannot be waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,8 @@ class TorchrunExecutor(OwnProcessExecutor):
         check_deadline("deadline", deadline)
         device = _own_device(device)
         rank, world_size = _rank_and_world_size()
-        own = GroupRank(rank=rank, world_size=world_size, device=device, timeout=longest_wait(deadline))
+        timeout = longest_wait(deadline)
+        own = GroupRank(rank=rank, world_size=world_size, device=device, deadline=deadline, timeout=timeout)
         connection = connect_ranks(own, deadline, NetworkTrust.of(secret_file, trusted_network=trusted_network))
         self._control, self._links = connection.control, connection.links
         self._owner = os.getpid()
@@ -114,7 +115,7 @@ class TorchrunExecutor(OwnProcessExecutor):
             if fact != facts[0]:
                 raise LaunchError(f"rank {other} has {fact}, but rank 0 has {facts[0]}: use the same versions")
         if self._links is not None and not dist.is_initialized():
-            form_group_of_host(own, cards, deadline)
+            form_group_of_host(own, cards)
         if not dist.is_initialized():
             connection = connection.without_seal()
         check_default_group(device, cards)

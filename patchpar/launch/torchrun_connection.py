@@ -40,7 +40,7 @@ def connect_ranks(own: GroupRank, deadline: float, trust: NetworkTrust) -> Torch
         trust.check()
         return _connect_on_host(job, own, deadline)
     if not dist.is_initialized():
-        form_group_between_hosts(own, deadline)
+        form_group_between_hosts(own)
     group = GroupControl()
     try:
         greetings = Greetings(group, trust, own.rank, deadline)

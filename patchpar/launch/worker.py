@@ -283,6 +283,12 @@ class Worker:
 
 
 def _join_group(config: WorkerConfig, where: str, listener: socket.socket | None) -> None:
-    own = GroupRank(rank=config.rank, world_size=config.world_size, device=config.device, timeout=config.group_timeout)
+    own = GroupRank(
+        rank=config.rank,
+        world_size=config.world_size,
+        device=config.device,
+        deadline=config.start_timeout,
+        timeout=config.group_timeout,
+    )
     store = store_at(where, own, listener if own.rank == 0 else None)
     form_group(default_backend(kind_of(config.device)), store, own)

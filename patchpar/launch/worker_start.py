@@ -61,6 +61,7 @@ class WorkerPoolSpec:
             engine=self.engine,
             preload=self.preload,
             deadline=self.deadline,
+            start_timeout=self.start_timeout,
             # The caller knows the limit of a call and sees which rank is late, so it has to detect hangs first.
             group_timeout=longest_wait(self.deadline + self.start_timeout),
             threads=threads,

@@ -183,10 +183,14 @@ class RequestedTask:
             return {}
         return {"task": "inpainting" if self.has_mask else "image-to-image"}
 
-    def check_model(self, model: str | Path, options: Mapping[str, Any]) -> None:
-        """Raise PlanError if the model, loaded with `options`, is no model or, as its folder shows, cannot do this."""
+    def check_model(self, model: str | Path, options: Mapping[str, Any]) -> Path | None:
+        """Return the folder of a model that is loaded with `options`; None of one of the hub.
+
+        Raises PlanError if it is no model or, as its folder shows, cannot do this.
+        """
         folder = resolve_model(model, options)[2]
         self.check(None if folder is None else purpose_of(folder.pipeline))
+        return None if folder is None else folder.path
 
     def check(self, purpose: PipelineTask | None) -> None:
         """Raise PlanError if a pipeline of task `purpose` cannot do this. None, an unknown task, is accepted."""

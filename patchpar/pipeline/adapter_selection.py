@@ -55,7 +55,7 @@ class AdapterSelection:
         self.leave()
         if adapters is None:
             return
-        layers = list(_layers(pipe))
+        layers = list(layers_of(pipe))
         _check(layers, adapters)
         self._before = [_state_of(layer) for layer in layers]
         try:
@@ -74,7 +74,7 @@ class AdapterSelection:
 
 def layer_states(pipe: Any) -> list[LayerState]:
     """Return how the layers with adapters are, of all networks."""
-    return [_state_of(layer) for layer in _layers(pipe)]
+    return [_state_of(layer) for layer in layers_of(pipe)]
 
 
 def restore_layers(states: Iterable[LayerState]) -> None:
@@ -97,7 +97,7 @@ def _let_act(layer: Any, adapters: Adapters) -> None:
         layer.set_scale(name, scale)
 
 
-def _layers(pipe: Any) -> Iterator[Any]:
+def layers_of(pipe: Any) -> Iterator[Any]:
     """Yield the layers of all networks that have adapters, without importing PEFT where none can be loaded."""
     networks = networks_of(pipe)
     if any(getattr(each, "peft_config", None) for each in networks):

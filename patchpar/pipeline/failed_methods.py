@@ -8,10 +8,14 @@ any other       if networks or weights are others than before, the rank is start
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+
 from patchpar.launch.remote_errors import say_changes_left
-from patchpar.pipeline.adapter_selection import layer_states, networks_of, restore_layers
+from patchpar.pipeline.adapter_selection import layer_states, layers_of, networks_of, restore_layers
 from patchpar.pipeline.state_changes import LORA, change_of
 
+SAMPLED = 1024
+"""Values of a weight that are compared where it has an adapter, which fusing adds to all of them."""
 T = TypeVar("T")
 
 
@@ -51,7 +55,7 @@ def _names(pipe: Any) -> frozenset[str]:
 
 
 def _parts(pipe: Any) -> Iterator[tuple[int, Any]]:
-    """Yield components, modules, and weights [any shape] with the number of their writes."""
+    """Yield components, modules, weights [any shape] with the number of their writes, and what adapters are in them."""
     yield from ((id(each), name) for name, each in pipe.components.items())
     for network in networks_of(pipe):
         for module in network.modules():
@@ -59,3 +63,14 @@ def _parts(pipe: Any) -> Iterator[tuple[int, Any]]:
             for weight in (*module._parameters.values(), *module._buffers.values()):
                 if weight is not None:
                     yield id(weight), None if weight.is_inference() else weight._version
+    for layer in layers_of(pipe):
+        base = layer.get_base_layer()
+        yield id(layer), (*layer.merged_adapters, *map(_sample, (base.weight, getattr(base, "bias", None))))
+
+
+def _sample(weight: Tensor | None) -> tuple[float, ...]:
+    """Return some values of a weight: PEFT writes through `data`, which `_version` does not count."""
+    if type(weight) not in (Tensor, nn.Parameter) or weight is None or weight.is_meta:
+        return ()  # quantised ones are replaced
+    flat = weight.detach().flatten()
+    return tuple(flat[:: max(1, flat.numel() // SAMPLED)].tolist())

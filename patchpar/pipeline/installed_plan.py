@@ -1,6 +1,5 @@
 """A plan installed in a pipeline: hooks on its denoisers, VAEs in bands. Nothing else of the pipeline changes."""
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -51,7 +50,6 @@ from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
 
 HOOK = "patchpar_denoiser"
-log = logging.getLogger(__name__)
 
 
 class InstalledPlan:
@@ -62,11 +60,16 @@ class InstalledPlan:
     """
 
     def __init__(
-        self, pipe: Any = None, held: Held = MappingProxyType({}), *, graphs: bool | str = False, known: Any = None
+        self,
+        pipe: Any = None,
+        held: Held = MappingProxyType({}),
+        *,
+        graphs: bool | str = False,
+        known: KnownDenoisers | None = None,
     ) -> None:
         self.pipe, self._held, self._wanted = pipe, held, graphs
         self._recorder: StepRecorder | None = None
-        self.known: KnownDenoisers = known or KnownDenoisers()
+        self.known = KnownDenoisers() if known is None else known
         self.mesh: Mesh | None = None
         self.comm: Communicator | None = None
         self.patched: list[SharedDenoiser | HighResDenoiser | StagedDenoiser | StagedPatches] = []
@@ -76,8 +79,6 @@ class InstalledPlan:
         self.tensors: list[TensorDenoiser] = []
         self._hooks = HookSet()
         self._hooked: list[InstalledHook] = []
-
-    # --- install and restore ------------------------------------------------------------------------------------
 
     def install_denoisers(
         self,
@@ -145,15 +146,14 @@ class InstalledPlan:
                 verifications = agreed(verifications, (self.comm, self.mesh.of_one_image()))
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
             self.tensors.append(hook.tensor)
+        stages = self.comm, self.mesh["stage"]
         if isinstance(plan.strategy, PipedStages):
-            piped = plan.strategy.install(
-                module, self.comm, self.mesh["stage"], clock=hook.clock, verifications=verifications
-            )
+            piped = plan.strategy.install(module, *stages, clock=hook.clock, verifications=verifications)
             piped.in_bands = self.guidance is None  # which reads predictions at once
             hook.divide(piped)
             self.patched.append(piped)
-        elif self.mesh["stage"].size > 1:
-            hook.stages = StagedDenoiser(module, (self.comm, self.mesh["stage"]), verifications)
+        elif stages[1].size > 1:
+            hook.stages = StagedDenoiser(module, stages, verifications)
             if in_patches is not None:
                 hook.divide(StagedPatches(in_patches, hook.stages, (self.comm, self.mesh.of_one_branch())))
             self.patched.append(hook.divided or hook.stages)

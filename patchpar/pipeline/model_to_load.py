@@ -16,7 +16,9 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
 from patchpar.models.hub import cached_model
+from patchpar.models.split_facts import SplitFacts
 from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
+from patchpar.pipeline.validate import check_plan
 from patchpar.plan.plan import Plan
 
 CPU = "cpu"
@@ -46,14 +48,20 @@ class ModelToLoad(ABC):
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
         """Return the arguments of the method, for ranks that hold what `plan` says; None: everything."""
 
+    def split_facts(self) -> SplitFacts:
+        """Return what is known of the plans that it takes."""
+        return SplitFacts()
+
     def check(self, devices: Sequence[str], plan: Plan | None) -> None:  # noqa: B027 - most have nothing to check
         """Raise PlanError if ranks of `devices` lack host memory for the weights."""
 
     def weights_for(self, devices: Sequence[str], wanted: Plan | None) -> WeightChoice | None:
         """Return the weights with plan="auto", before ranks start; None where only ranks know what is free.
 
-        `wanted`: the plan; None for "auto". Raises PlanError.
+        `wanted`: the plan; None for "auto". Raises PlanError, also for a plan that the model is known not to take.
         """
+        if wanted is not None:
+            check_plan(self.split_facts(), wanted)
         if wanted is not None or all(device == CPU for device in devices):
             host = FreeMemory(device=None, host=free_memory())
             choice = self.chosen(len(devices), host) if wanted is None else WeightChoice()
@@ -119,6 +127,10 @@ class ModelInFiles(ModelToLoad):
     def weight_bytes(self) -> int:
         """See ModelToLoad."""
         return needed_bytes(self.folder, self.options)
+
+    def split_facts(self) -> SplitFacts:
+        """See ModelToLoad."""
+        return SplitFacts.of_folder(None if self.folder is None else self.folder.path, self.options)
 
     def forecast(self) -> ModelForecast:
         """See ModelToLoad."""

@@ -101,13 +101,16 @@ class PipelineState:
         return before
 
     def choose(self, rule: Rule, ranks: Sequence[int] | None, kwargs: Mapping[str, Any]) -> PlanChoice:
-        """Return the plan with "auto" of a call on `ranks`, None for all, and the reason for it."""
+        """Return the plan with "auto" of a call on `ranks`, None for all, and the reason for it.
+
+        May take minutes, where plans are searched for: other calls are submitted and end meanwhile.
+        """
+        choice = rule(self.described, self.ranks.world_size if ranks is None else len(ranks), kwargs, self.weights)
+        if self.weights.plan is None and ranks is None:
+            timed = self.timed.better(choice, self.described, kwargs)
+            is_prefix = timed.ranks == tuple(range(len(timed.ranks)))
+            choice = timed if is_prefix or self.ranks.kind == "local" else choice  # others keep their first ranks
         with self._changes:
-            choice = rule(self.described, self.ranks.world_size if ranks is None else len(ranks), kwargs, self.weights)
-            if self.weights.plan is None and ranks is None:
-                timed = self.timed.better(choice, self.described, kwargs)
-                is_prefix = timed.ranks == tuple(range(len(timed.ranks)))
-                choice = timed if is_prefix or self.ranks.kind == "local" else choice  # others keep their first ranks
             self.reason = choice.explanation
             self.advise(choice.advice)
         return choice

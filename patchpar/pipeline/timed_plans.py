@@ -7,12 +7,14 @@ is scaled to what calls take, in its file too.
 
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.launch.fork_guard import change_in_children
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
@@ -64,6 +66,12 @@ class TimedPlans:
         self._found: dict[str, PlanSearchResult | PlanError] = {}
         self._called: set[tuple[str, Plan]] = set()
         self._ratios: list[float] = []
+        self._searching = threading.Lock()  # calls that are alike are searched once, and searches come in turn
+        change_in_children(self)
+
+    def after_fork(self) -> None:
+        """Let a forked child search, whatever another thread of its parent did."""
+        self._searching = threading.Lock()
 
     @classmethod
     def of(cls, model: ModelToLoad, devices: Sequence[str]) -> "TimedPlans":
@@ -82,11 +90,10 @@ class TimedPlans:
         plain = choice.plan.data == 1 and choice.plan.weights == "whole" and str(choice.plan.strategy) == "exact"
         if not plain or len(self._devices) == 1 or _call_of(kwargs) is None:
             return choice
-        machine = self.machine
-        if machine is None:
+        if self.machine is None:
             return choice
         try:
-            found = self._searched(model, kwargs, machine)
+            found = self._searched(model, kwargs)
             best, order = found.best.plan, found.best.order
         except PlanError as error:
             return replace(choice, reason=f"{choice.reason}; no forecast: {error}")
@@ -98,13 +105,13 @@ class TimedPlans:
         """Return the plan of a call. Raises PlanError without a measurement, and for a call without a forecast."""
         if self._folder is None:
             raise PlanError("planned() needs a model that is loaded from a folder: use from_pretrained with a folder")
-        machine = self._kept.of(self._devices)
+        self._kept.of(self._devices)
         if _call_of(kwargs) is None:
             known = (*PLANNED, *WITHOUT_EFFECT)
             names = [name for name, value in kwargs.items() if value is not None and name not in known]
             what = ", ".join(names) or "another prompt than one text"
             raise PlanError(f"a call with {what} has no forecast: use one prompt, and only {', '.join(PLANNED)}")
-        found = self._searched(model, kwargs, machine)
+        found = self._searched(model, kwargs)
         best = _with_steps(found.best, kwargs)
         return PlannedCall(
             plan=best.plan,
@@ -137,21 +144,27 @@ class TimedPlans:
             self._kept.scale(self._devices, factor)
             self._ratios, self._found = [], {}
 
-    def _searched(self, model: PipelineInfo, kwargs: Mapping[str, Any], machine: MeasuredMachine) -> PlanSearchResult:
+    def _searched(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlanSearchResult:
         """Return the plans of such a call. Raises PlanError, again without another search."""
         call = _call_of(kwargs)
         key = _key(call)
-        if key not in self._found:
-            assert self._folder is not None
-            try:
-                simulator = Simulator(self._folder, machine, self._options, call or {})
-                self._found[key] = search(machine, model.branches(kwargs), "exact", simulator.of, in_order=True)
-            except PlanError as error:
-                self._found[key] = error
-        found = self._found[key]
+        with self._searching:
+            known = self._found  # read before the machine: a correction meanwhile begins another one
+            if key not in known:
+                known[key] = self._search(model.branches(kwargs), call or {})
+            found = known[key]
         if isinstance(found, PlanError):
             raise found
         return found
+
+    def _search(self, branches: int, call: Mapping[str, Any]) -> PlanSearchResult | PlanError:
+        assert self._folder is not None
+        try:
+            machine = self._kept.of(self._devices)
+            simulator = Simulator(self._folder, machine, self._options, dict(call))
+            return search(machine, branches, "exact", simulator.of, in_order=True)
+        except PlanError as error:
+            return error
 
 
 def _call_of(kwargs: Mapping[str, Any]) -> dict[str, Any] | None:

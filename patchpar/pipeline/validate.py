@@ -9,6 +9,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.caption_words import unknown_words
 from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
+from patchpar.models.size_grid import check_side
+from patchpar.models.split_facts import SplitFacts
 from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
@@ -78,7 +80,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
             raise PlanError(f"{name}={value!r}: it must be a whole number of at least 1")
     for name in SIDES:
         if kwargs.get(name) is not None:
-            _check_side(name, kwargs[name], model.size_unit)
+            check_side(name, kwargs[name], model.size_unit)
 
 
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
@@ -106,15 +108,6 @@ def _check_prompt(name: str, value: Any) -> None:
         raise PlanError(f"{name} holds a {type(wrong[0]).__name__}: give a text or a list of texts")
 
 
-def _check_side(name: str, value: Any, unit: int) -> None:
-    if not is_whole(value):
-        raise PlanError(f"{name}={value!r}: it must be a whole number of pixels")
-    if value % unit:
-        below, above = value // unit * unit, -(-value // unit) * unit
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
-
-
 def check_pipeline(pipe: Any, world_size: int) -> None:
     """Raise UnsupportedModel for an offloaded, spread, parallel or compiled pipeline on so many ranks."""
     if getattr(pipe, "hf_device_map", None):
@@ -131,7 +124,7 @@ def is_offloaded(pipe: Any) -> bool:
     return getattr(pipe, "_offload_device", None) is not None or bool(getattr(pipe, "_all_hooks", None))
 
 
-def check_plan(model: PipelineInfo, plan: Plan) -> None:
+def check_plan(model: PipelineInfo | SplitFacts, plan: Plan) -> None:
     """Raise UnsupportedModel or PlanError if no call of this model works with the plan."""
     _check_tensor(model, plan)
     if isinstance(plan.strategy, StructureGuidance):
@@ -170,7 +163,7 @@ def check_plan(model: PipelineInfo, plan: Plan) -> None:
         )
 
 
-def _check_tensor(model: PipelineInfo, plan: Plan) -> None:
+def _check_tensor(model: PipelineInfo | SplitFacts, plan: Plan) -> None:
     if plan.tensor == 1:
         return
     if isinstance(plan.strategy, StructureGuidance):

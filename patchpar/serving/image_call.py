@@ -3,7 +3,7 @@
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from patchpar.errors import PlanError
@@ -16,7 +16,7 @@ from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
 from patchpar.serving.upload_arguments import MIN_SIDE, uploaded_size, with_uploads
-from patchpar.serving.uploaded_image import Uploads
+from patchpar.serving.uploaded_image import Uploads, with_decoded
 
 NO_UPLOADS = Uploads()
 RANDOM_SEEDS = 2**32
@@ -28,7 +28,7 @@ SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCall:
-    """One call of the pipeline for each image, with `arguments` and a generator of its own.
+    """One call of the pipeline for each image, with `arguments`, images as files, and a generator of its own.
 
     `size`: width and height in pixels. Image i has the seed `seed` + i. `plan`: that of this request; None for the
     server's own. `degree`: the devices that it asks for; None where a plan, or the server, says it. `partial_images`:
@@ -53,6 +53,10 @@ class ImageCall:
     def devices_of(self, served: ServedModel) -> int:
         """Return how many devices work on it, unless a policy gives it another number."""
         return self.degree or served.devices_of(self.plan_of(served))
+
+    def decoded(self) -> "ImageCall":
+        """Return the call with PIL images as arguments, for the time in which it is made."""
+        return replace(self, arguments=with_decoded(self.arguments))
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.plan.json_files import read_object
 from patchpar.serving.partial_images import CompletedImage, ImageFigures
 from patchpar.serving.unfinished_call import UnfinishedCall
-from patchpar.serving.uploaded_image import MAX_PIXELS, Uploads
+from patchpar.serving.uploaded_image import MAX_PIXELS, UploadedImage, Uploads
 
 FORMAT = 1
 NAME = re.compile(r"(job|video)_[0-9a-f]{24}")
@@ -167,9 +167,9 @@ class RequestJournal:
         """Write a request, instead of what was there of it. Raises OSError."""
         with self.writing(entry.id) as part:
             for number, image in enumerate(entry.uploads.images):
-                image.save(part / f"upload-{number}.png")
+                image.decoded().save(part / f"upload-{number}.png")
             if entry.uploads.mask is not None:
-                entry.uploads.mask.save(part / MASK)
+                entry.uploads.mask.decoded().save(part / MASK)
             for number, done in enumerate(entry.kept.done):
                 done.image.save(part / f"image-{number}.png")
             if entry.kept.suspended is not None:
@@ -245,8 +245,12 @@ def _done(path: Path, number: int, facts: Any) -> CompletedImage:
 
 
 def _uploads(path: Path, count: int, has_mask: bool) -> Uploads:
-    images = tuple(_image(path / f"upload-{number}.png") for number in range(count))
-    return Uploads(images=images, mask=_image(path / MASK).convert("L") if has_mask else None)
+    images = tuple(_upload(path / f"upload-{number}.png") for number in range(count))
+    return Uploads(images=images, mask=_upload(path / MASK, is_mask=True) if has_mask else None)
+
+
+def _upload(path: Path, *, is_mask: bool = False) -> UploadedImage:
+    return UploadedImage(data=path.read_bytes(), size=_image(path).size, is_mask=is_mask)
 
 
 def _image(path: Path) -> Any:

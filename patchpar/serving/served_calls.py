@@ -40,14 +40,14 @@ class ServedCalls:
         if job.peers:
             return self._batch(job)
         self._check_not_late(job)
-        images = self._run(job, lambda: self._generator.generate(job, call))
+        images = self._run(job, lambda: self._generator.generate(job, call.decoded()))
         self._ended(job, images.runs, images.figures)
         return images
 
     def video(self, job: Job, call: ImageCall) -> GeneratedVideo:
         """Make the video of a request. Raises what the generator raises."""
         self._check_not_late(job)
-        video = self._run(job, lambda: self._generator.generate_video(job, call))
+        video = self._run(job, lambda: self._generator.generate_video(job, call.decoded()))
         self._ended(job, [video.run], [video.figures])
         return video
 

@@ -54,7 +54,7 @@ class UnfinishedCall:
         except (PatchparError, TimeoutError):
             suspended = None  # it starts from its beginning
         with self._lock:
-            self.suspended = suspended
+            self.suspended, self._call = suspended, None  # whose arguments may be large
             if self._latents is not None:
                 self.partial = self._latents.after, self._latents.sent
 

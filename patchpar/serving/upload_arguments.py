@@ -1,4 +1,4 @@
-"""Arguments of the pipeline for the images of a request: by what its call takes, without a list of models.
+"""Arguments of the pipeline for the images of a request, as files: by what its call takes, without a list of models.
 
 strength            image-to-image and inpainting: the result has the size of the image, or the image that of `size`
 image alone         models that edit: the image is a reference, and the result has the size that they choose
@@ -10,7 +10,7 @@ from typing import Any
 
 from patchpar.models.info import PipelineInfo
 from patchpar.serving.request_error import RequestError
-from patchpar.serving.uploaded_image import Uploads, resized
+from patchpar.serving.uploaded_image import Uploads
 
 MIN_SIDE = 64
 
@@ -48,8 +48,8 @@ def _begun(model: PipelineInfo, sides: Mapping[str, int], uploads: Uploads) -> d
     own = {name: max(MIN_SIDE, side // unit * unit) for name, side in zip(("width", "height"), image.size, strict=True)}
     target = {**own, **sides}
     size = target["width"], target["height"]
-    masks = {} if uploads.mask is None else {"mask_image": resized(uploads.mask, size, is_mask=True)}
-    return {"image": resized(image, size), **masks, **({} if "height" not in model.parameters else target)}
+    masks = {} if uploads.mask is None else {"mask_image": uploads.mask.resized(size)}
+    return {"image": image.resized(size), **masks, **({} if "height" not in model.parameters else target)}
 
 
 def _taken(model: PipelineInfo, sides: Mapping[str, int]) -> dict[str, int]:

@@ -1,7 +1,11 @@
-"""Images and masks that come with a request: checked before they are decoded, and made to fit the call."""
+"""Images and masks that come with a request: checked before they are decoded, and made to fit the call.
+
+A job keeps files and not pixels while it waits: a file of kilobytes may be 120 MB of these.
+"""
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from patchpar.errors import PlanError
@@ -16,11 +20,47 @@ TRANSPARENT = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Uploads:
-    """The files of a request: PIL images in RGB, and a mask in L that is 255 where the image is painted anew."""
+class UploadedImage:
+    """A file that has been decoded once, so that it can be again. `size`: width and height in pixels, upright.
 
-    images: tuple[Any, ...] = ()
-    mask: Any = None
+    `is_mask`: it has one channel, else it has RGB.
+    """
+
+    data: bytes = field(repr=False)
+    size: tuple[int, int]
+    is_mask: bool = False
+
+    @property
+    def width(self) -> int:
+        """Pixels of a row."""
+        return self.size[0]
+
+    @property
+    def height(self) -> int:
+        """Pixels of a column."""
+        return self.size[1]
+
+    def resized(self, size: tuple[int, int]) -> "UploadedImage":
+        """Return the image that is decoded to another size, width and height."""
+        return replace(self, size=size)
+
+    def decoded(self) -> Any:
+        """Return a new PIL image, RGB or the L of a mask."""
+        image = read_image_file(io.BytesIO(self.data), "image", most_pixels=MAX_PIXELS, formats=FORMATS)
+        return resized(image.convert("L") if self.is_mask else image, self.size, is_mask=self.is_mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uploads:
+    """The files of a request: images, and a mask that is 255 where the image is painted anew."""
+
+    images: tuple[UploadedImage, ...] = ()
+    mask: UploadedImage | None = None
+
+
+def check_upload(data: bytes, name: str, most: int = MAX_PIXELS) -> UploadedImage:
+    """Return a file that is an image. Raises RequestError as `read_upload` does."""
+    return UploadedImage(data=data, size=read_upload(data, name, most).size)
 
 
 def read_upload(data: bytes, name: str, most: int = MAX_PIXELS) -> Any:
@@ -35,8 +75,8 @@ def read_upload(data: bytes, name: str, most: int = MAX_PIXELS) -> Any:
         raise RequestError(f"{error}{others}", param=name, code="invalid_image") from None
 
 
-def read_mask(data: bytes, name: str, size: tuple[int, int]) -> Any:
-    """Return a mask of PIL's mode L, 255 where the file is transparent. Raises RequestError, also for another size.
+def check_mask(data: bytes, name: str, size: tuple[int, int]) -> UploadedImage:
+    """Return a mask that is 255 where the file is transparent. Raises RequestError, also for another size.
 
     `size`: width and height of the image.
     """
@@ -56,7 +96,21 @@ def read_mask(data: bytes, name: str, size: tuple[int, int]) -> Any:
                 param=name,
                 code="invalid_image",
             )
-        return image.convert("RGBA").getchannel("A").point(lambda alpha: 255 if alpha < TRANSPARENT else 0)
+        mask = image.convert("RGBA").getchannel("A").point(lambda alpha: 255 if alpha < TRANSPARENT else 0)
+    file = io.BytesIO()
+    mask.save(file, "PNG", compress_level=1)
+    return UploadedImage(data=file.getvalue(), size=size, is_mask=True)
+
+
+def with_decoded(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a call with PIL images instead of files."""
+    return {name: _decoded(value) for name, value in arguments.items()}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    return value.decoded() if isinstance(value, UploadedImage) else value
 
 
 def resized(image: Any, size: tuple[int, int], *, is_mask: bool = False) -> Any:

@@ -153,7 +153,7 @@ def test_beyond_this_machine_somebody_has_to_log_in_or_to_say_so() -> None:
         assert Address(host=host, users=(("a", "b"),)).port == 7860
     for host in ("127.0.0.1", "localhost", "::1"):
         assert Address(host=host).is_local
-    with pytest.raises(PlanError, match="port 70000"):
+    with pytest.raises(PlanError, match="--port 70000: it must be a number from 1 to 65535, or 0 for any free port"):
         Address(port=70000)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,7 @@ from torch import Tensor
 from benchmarks.image_quality import MAX_DB
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import bench as quality_bench
-from benchmarks.quality.bench import Bench, cost_of
+from benchmarks.quality.bench import Bench, cost_of, versions_here
 from benchmarks.quality.generation import Caption, Comparison, Meter, OneProcess, arguments, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
 from benchmarks.quality.plot import Box, _box, plot, write_plot
@@ -153,6 +154,18 @@ def test_the_newest_line_counts(tmp_path: Path) -> None:
     assert [each.psnr_db for each in read.all()] == [31.0, 30.0]
     assert read.find(record().key) == record(psnr_db=31.0)
     assert read.find(record(ranks=2).key) is None
+
+
+def test_lines_that_are_older_than_their_versions_are_read(tmp_path: Path) -> None:
+    """What is measured now names them; they decide nothing."""
+    path = tmp_path / "file"
+    Records(path).add([record(versions="torch 1")])
+    path.write_text(path.read_text().replace(', "versions": "torch 1"', ""))
+    assert "versions" not in path.read_text()
+    assert Records(path).all() == [record()]
+    assert Records(path).find(record(versions="torch 2").key) == record()
+    found = versions_here()
+    assert all(f"{package} {version(package)}" in found for package in ("torch", "diffusers", "patchpar"))
 
 
 def test_half_a_line_of_a_run_cut_short(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(run: Any, folder: Path
         (("--window", 5), "even number of latent frames"),
         (("-o", tmp_path / "fox.gif"), "names no video format"),
         (("--model", tmp_path), "no model_index.json"),
+        (("--model", "embedded"), "embedded is a StableDiffusionXLPipeline: a queue of frames is denoised by"),
     ):
         given = dict(zip(("--model", "-o"), (folder, tmp_path / "a.mp4"), strict=True)) | {words[0]: words[1]}
         result = run("fifo", "a fox", *(word for pair in given.items() for word in pair))

@@ -1,6 +1,9 @@
 """When ranks have a group of torch.distributed, through which backend, and what is said if it cannot be made."""
 
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,7 +17,7 @@ from patchpar.launch.executor import longest_wait
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import ranks_of_torchrun
 
-OWN = GroupRank(rank=0, world_size=2, device="cuda:0", timeout=9.0)
+OWN = GroupRank(rank=0, world_size=2, device="cuda:0", deadline=3.0, timeout=9.0)
 
 
 @pytest.fixture
@@ -50,11 +53,32 @@ def test_rank_0_opens_the_store_at_a_port_that_it_has_kept():
     """A port that is only looked up may be another process's by then."""
     listener = socket.create_server(("127.0.0.1", 0))
     where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    first, second = (GroupRank(rank=rank, world_size=2, device="cpu", timeout=20.0) for rank in (0, 1))
+    first, second = (replace(OWN, rank=rank, device="cpu", deadline=20.0) for rank in (0, 1))
     store = default_group.store_at(where, first, listener)
     assert listener.fileno() < 0, "the store has it now"
     store.set("name", "value")
     assert default_group.store_at(where, second).get("name") == b"value"
+    assert store.timeout == timedelta(seconds=20), "of a wait, and not of operations"
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_rank_that_never_comes_is_named_at_the_deadline(kind, tmp_path, monkeypatch, made):
+    """NCCL would wait for it without a limit: it is not begun with."""
+    listener = socket.create_server(("127.0.0.1", 0)) if kind == "tcp" else None
+    where = str(tmp_path / "store") if listener is None else f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    own = replace(OWN, world_size=4, deadline=0.3)
+    store = default_group.store_at(where, own, listener)
+    assert store.timeout == timedelta(seconds=0.3)
+    other = replace(own, rank=2)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(form_group, "nccl", default_group.store_at(where, other), other)
+        start = time.monotonic()
+        with pytest.raises(LaunchError, match=r"^rank 1, 3 has not come to the store .* within 0\.3 s: did it exit"):
+            form_group("nccl", store, own)
+        with pytest.raises(LaunchError, match=r"^rank 1, 3 has not come .*Rank 2 has waited"):
+            waits.result()
+    assert time.monotonic() - start < 5
+    assert made == {}, "no rank has begun to connect"
 
 
 def test_sharing_is_said(caplog):
@@ -106,14 +130,14 @@ def test_a_gpu_that_cannot_be_reached_fails_at_the_start(monkeypatch):
     with pytest.raises(
         LaunchError, match=r"rank 0 \(cuda:0\) cannot connect .* nccl: .*no interface.*NCCL_SOCKET_IFNAME"
     ):
-        form_group("nccl", dist.HashStore(), OWN)
+        form_group("nccl", dist.HashStore(), replace(OWN, world_size=1))
 
 
 def test_a_store_that_cannot_be_reached_is_said(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"rank 0 cannot reach torchrun's store within 3 s: .*MASTER_"):
-        default_group.form_group_between_hosts(OWN, 3.0)
+        default_group.form_group_between_hosts(OWN)
 
 
 def test_a_group_of_the_script_that_needs_a_gpu_each(monkeypatch):

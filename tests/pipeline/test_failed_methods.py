@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from patchpar.launch.remote_errors import take_down
@@ -49,6 +51,38 @@ def test_what_a_method_has_changed_before_it_fails(change: Callable[[Any], None]
 
     with pytest.raises(ValueError, match="half-way") as caught:
         done_or_undone(pipe, method, fails)
+    assert take_down(caught.value).left_changes == is_left
+
+
+def after_the_first(layers: list[Any]) -> None:
+    layers[1].merge = raising
+
+
+def within_the_first(layers: list[Any]) -> None:
+    """As PEFT does where an adapter has a bias, and the layer none."""
+    layers[0].lora_bias["default"] = True
+    layers[0].get_base_layer().bias = None
+
+
+def before_the_first(layers: list[Any]) -> None:
+    layers[0].merge = raising
+
+
+def raising(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("half-way")
+
+
+@pytest.mark.parametrize(
+    ("fail", "is_left"), [(after_the_first, True), (within_the_first, True), (before_the_first, False)]
+)
+def test_weights_that_an_adapter_was_fused_into(fail: Callable[[list[Any]], None], is_left: bool) -> None:
+    """PEFT writes to them through `data`, which counts no write."""
+    pipe = build("sdxl").pipe
+    pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    layers = [module for module in pipe.unet.modules() if isinstance(module, LoraLayer)]
+    fail(layers)
+    with pytest.raises(RuntimeError) as caught:
+        done_or_undone(pipe, "fuse_lora", lambda: pipe.fuse_lora(components=["unet"]))
     assert take_down(caught.value).left_changes == is_left
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.report import Run
+from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
@@ -144,6 +147,34 @@ def test_a_call_is_planned_without_being_made(monkeypatch: pytest.MonkeyPatch, k
         plans.planned(GUIDED, CALL | {"image": 1})
     with pytest.raises(PlanError, match="from a folder"):
         timed(monkeypatch, kept, with_exchange(0.3), None).planned(GUIDED, CALL)
+
+
+SECONDS = 20.0
+
+
+def test_others_go_on_while_plans_are_searched_for(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    """A search of a large model takes minutes; two calls that are alike make one."""
+    searching, go_on, searches = threading.Event(), threading.Event(), []
+
+    def simulate(plan: Plan) -> Forecast:
+        searches.append(plan)
+        searching.set()
+        assert go_on.wait(SECONDS)
+        return with_exchange(0.3)(plan)
+
+    options: Any = SimpleNamespace(plan="auto")
+    state: Any = PipelineState(options)
+    state.model, state.executor = GUIDED, SimpleNamespace(world_size=2, kind="local")
+    state.timed = timed(monkeypatch, kept, simulate)
+    with ThreadPoolExecutor(3) as pool:
+        chosen = [pool.submit(state.choose, lambda *_: RULE, None, CALL) for _ in range(2)]
+        try:
+            assert searching.wait(SECONDS)
+            pool.submit(lambda: (state.follow(set_event()), state.ended(run(1.0), CALL))).result(SECONDS)
+        finally:
+            go_on.set()
+        assert [each.result(SECONDS).plan for each in chosen] == [Plan(cfg=2)] * 2
+    assert searches.count(Plan()) == 1
 
 
 def run(seconds: float) -> Run:

@@ -58,7 +58,7 @@ WIDTHS = (40, 64, 72, 80, 88, 128, 160)
 def test_the_kernel_of_a_call(
     processor: Processor, dtype: torch.dtype, widths: tuple[int, int], masked: bool, want: object
 ) -> None:
-    assert kernel_for(processor, dtype, widths, masked=masked) is want
+    assert kernel_for(processor, dtype, widths, keys=50, masked=masked) is want
 
 
 class Watched(TorchDispatchMode):
@@ -112,6 +112,19 @@ def test_grouped_keys_are_not_repeated_for_flash(monkeypatch: pytest.MonkeyPatch
     assert [(name, args[1].shape[1]) for name, args in watched.attention] == [
         ("_scaled_dot_product_flash_attention", 2),
         ("_scaled_dot_product_efficient_attention", 6),
+    ]
+
+
+def test_a_single_key_is_not_for_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which refuses it; a rank may have one token of text."""
+    monkeypatch.setattr(lse_kernels, "processor_of", lambda _: Processor("cuda", HOPPER, cudnn=True))
+    with FakeTensorMode(), Watched() as watched:
+        for keys in (1, 2):
+            q, k = on_fake_cuda(1, 6, 8, 64), on_fake_cuda(1, 6, keys, 64)
+            attend_locally(q, k, k)
+    assert [name.removeprefix("_scaled_dot_product_") for name, _ in watched.attention] == [
+        "flash_attention",
+        "cudnn_attention",
     ]
 
 

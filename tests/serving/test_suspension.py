@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -250,6 +251,16 @@ def test_an_image_that_is_finished_during_a_snapshot_is_not_made_twice() -> None
     assert (found.done, found.suspended) == ([], "calls of the first image")
     after = unfinished.snapshot()
     assert (after.done, after.suspended) == ([image], None)
+
+
+def test_a_request_that_was_suspended_keeps_nothing_of_its_call() -> None:
+    """Whose arguments may be images of many pixels, while it waits."""
+    unfinished = UnfinishedCall()
+    call: Any = SimpleNamespace(suspend=lambda timeout: "calls of the image")
+    unfinished.begin(call)
+    unfinished.suspend(call)
+    assert unfinished.snapshot().suspended == "calls of the image"
+    assert call not in gc.get_referents(unfinished, vars(unfinished))
 
 
 @pytest.fixture

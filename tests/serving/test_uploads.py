@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import struct
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,10 +19,12 @@ from patchpar.models.task import PipelineTask
 from patchpar.serving import uploaded_image
 from patchpar.serving.http import images
 from patchpar.serving.http.application import application
+from patchpar.serving.request_journal import JournaledRequest, RequestJournal
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
+from patchpar.serving.uploaded_image import Uploads, check_mask, check_upload
 from tests.serving.fakes import MODEL, FakeGenerator
-from tests.serving.requests import PATH, client_of
+from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
 
 EDITS = "/v1/images/edits"
@@ -129,6 +133,47 @@ def test_images_of_a_request_have_so_many_pixels_together(edited: Any, monkeypat
         response = client.post(EDITS, data=FORM, files=files)
         assert response.status_code == status, sizes
     assert "all of a request" in error_of(response, 400)["message"]
+
+
+def test_jobs_that_wait_keep_files_and_no_pixels(painted: Any) -> None:
+    """A file of kilobytes may be 120 MB of pixels, and many requests may wait."""
+    client, fake = painted
+    before, size = len(fake.calls), (104, 136)
+    files = {"image": png(size), "mask": png(size, "RGBA", (0, 0, 0, 0))}
+    fake.gate.clear()
+    try:
+        for _ in range(4):
+            assert client.post(f"{EDITS}?async=true", data=FORM, files=files).status_code == 202
+        until(lambda: len(fake.calls) > before, "the first of them to run")
+        assert len(images_of(size)) == 2, "image and mask of the one that runs"
+    finally:
+        fake.gate.set()
+    until(lambda: len(fake.calls) == before + 4, "all of them")
+    arguments = [call.arguments for call in fake.calls[before:]]
+    assert {each["image"].getpixel((9, 9)) for each in arguments} == {(255, 0, 0)}
+    assert {each["mask_image"].getpixel((9, 9)) for each in arguments} == {255}
+
+
+def test_a_journal_keeps_the_pixels(tmp_path: Path) -> None:
+    """Of the next server, whose requests keep files too."""
+    size, clear = (30, 20), png((30, 20), "RGBA", (0, 0, 0, 0))
+    given = Uploads(images=(check_upload(png(size), "image"),), mask=check_mask(clear, "mask", size))
+    facts = {"id": f"job_{0:024x}", "model": "fake", "route": "edit", "owner": "", "seed": 1, "created_at": 1}
+    journal = RequestJournal(tmp_path)
+    journal.save(JournaledRequest(**facts, request={"prompt": "a fox"}, uploads=given))
+    (entry,) = journal.entries("fake")
+    journal.close()
+    found = entry.uploads
+    assert [each.size for each in found.images] == [size]
+    assert found.images[0].decoded().tobytes() == given.images[0].decoded().tobytes()
+    assert found.mask.resized((6, 4)).decoded().tobytes() == bytes([255] * 24)
+    assert found.mask.decoded().mode == "L"
+
+
+def images_of(size: tuple[int, int]) -> list[Image.Image]:
+    """The images of a size that are in memory."""
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, Image.Image) and each.size == size]
 
 
 CASES: list[tuple[str, dict[str, str], dict[str, bytes], int, str, str | None]] = [

@@ -5,6 +5,7 @@ Each returns what it computes in a few steps; all ranks run it, and one process 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.transformer.token_plan import NotWatched
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
@@ -123,6 +125,38 @@ def within_each_other(this: PoolRank) -> str:
     with pytest.raises(UnsupportedModel) as raised, weights.round():
         network(networks.sample())
     return str(raised.value)
+
+
+@torch.no_grad()
+def fails_in_its_own_call(this: PoolRank, error: str, failing: tuple[int, ...]) -> tuple[str, str, float]:
+    """What a rank raises where the own calls of some fail in their second block, and after how many seconds."""
+    network, mesh, comm, clock = networks.build("chain"), this.mesh(cfg=this.world), this.comm(), StepClock()
+    guidance = GuidanceSplit(comm, mesh["cfg"], clock)
+    guidance.rounds = GatherRounds(comm, mesh.of_one_image())
+    guidance.rounds.weights = weights = joined(network, comm, mesh.of_one_image())
+    keep_what_is_read_outside(weights, partial(network, networks.sample()))
+    plain = network.blocks[1].forward
+
+    def fail(x: Tensor) -> Tensor:
+        if clock.evaluation and this.rank in failing:
+            raise {"NotWatched": NotWatched, "RuntimeError": RuntimeError}[error]("other arguments")
+        found: Tensor = plain(x)
+        return found
+
+    def call(which: int, x: Tensor) -> Tensor:
+        clock.next_call()
+        found: Tensor = guidance.denoise(network, x)
+        return found
+
+    network.blocks[1].forward = fail
+    guidance.reset()
+    clock.reset()
+    start = time.monotonic()
+    with pytest.raises(PatchparError) as raised:
+        _run_steps(two_calls, call, clock)
+    seconds = time.monotonic() - start
+    weights.settle()
+    return type(raised.value).__name__, str(raised.value), seconds
 
 
 def _run_steps(program: Program, call: Call, clock: StepClock | None = None) -> Tensor:

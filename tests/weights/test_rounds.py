@@ -32,6 +32,23 @@ def test_ranks_with_a_call_each_gather_once(ranks: Any) -> None:
     assert all(joint["sent"] * 16 <= alone["sent"] * 10 for joint, alone in zip(at_once, in_turn, strict=True))
 
 
+def test_a_call_that_one_branch_refuses_ends_on_all_ranks_at_once(ranks: Any) -> None:
+    """Others waited for its weights until the deadline."""
+    found = ranks.run(f"{ON_RANKS}:fails_in_its_own_call", 2, "NotWatched", (0,))
+    (own, message, _), (others, reason, seconds) = found
+    assert (own, others) == ("NotWatched", "ExchangeError")
+    assert message == "other arguments"
+    assert "rank 0 has refused it in its own guidance branch: NotWatched: other arguments" in reason
+    assert seconds < 5
+
+
+def test_an_error_in_one_branch_is_not_looked_for_without_the_split(ranks: Any) -> None:
+    """One rank cannot call the network alone, since it has a part of the weights."""
+    for kind, message, _ in ranks.run(f"{ON_RANKS}:fails_in_its_own_call", 2, "RuntimeError", (0, 1)):
+        assert kind == "UnsupportedModel"
+        assert "(RuntimeError: other arguments), which other guidance ranks cannot follow: use weights=whole" in message
+
+
 @pytest.mark.parametrize(("case", "says"), [("in_another_order", "in another order"), ("within_each_other", "within")])
 def test_what_other_ranks_cannot_follow_is_refused(ranks: Any, case: str, says: str) -> None:
     for message in ranks.run(f"{ON_RANKS}:{case}", 2):

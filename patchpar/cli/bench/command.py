@@ -17,6 +17,7 @@ from patchpar.cli.output_files import written_whole
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
+from patchpar.models.size_grid import check_sides
 from patchpar.models.task import RequestedTask, purpose_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
     silence_libraries()
     options = request.for_loading()
     task = RequestedTask(verb="bench")
-    task.check_model(request.model, options)
+    check_sides(task.check_model(request.model, options), height=request.height, width=request.width)
     devices = resolve_devices(request.devices).names
     plans = request.all_plans(len(devices))
     if not plans:

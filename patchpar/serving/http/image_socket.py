@@ -27,7 +27,7 @@ from patchpar.serving.job import Job
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.socket_tickets import TICKET_SECONDS, accepted_protocol, protocols_of
-from patchpar.serving.uploaded_image import Uploads, read_upload
+from patchpar.serving.uploaded_image import Uploads, check_upload
 from patchpar.stream.web.http_page import is_own_origin, until_one_ends
 
 PATH = "/v1/images"
@@ -129,7 +129,7 @@ class ImageSocket:
         assert wanted is not None, "images without settings are refused"
 
         def submit() -> Job:
-            uploads = Uploads(images=(read_upload(data, NAME),))
+            uploads = Uploads(images=(check_upload(data, NAME),))
             return self._service.submit(wanted, uploads, route="edit", owner=self._owner, is_lasting=False).job
 
         return wanted, await submitted(submit, lambda job: job)

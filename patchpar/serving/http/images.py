@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -24,7 +23,7 @@ from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import MAX_PIXELS, Uploads, read_mask, read_upload
+from patchpar.serving.uploaded_image import MAX_PIXELS, UploadedImage, Uploads, check_mask, check_upload
 
 QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
@@ -115,13 +114,13 @@ def _warning(service: ImageService, wanted: GenerationRequest) -> dict[str, str]
 
 def _uploads_of(form: FormBody) -> Uploads:
     """Return the images and the mask of a form. Raises RequestError."""
-    images, left = list[Any](), MAX_PIXELS
+    images, left = list[UploadedImage](), MAX_PIXELS
     for data in (data for name in IMAGES for data in form.files.get(name, ())):
-        images.append(read_upload(data, "image", left))
+        images.append(check_upload(data, "image", left))
         left -= images[-1].width * images[-1].height
     if not images:
         raise RequestError("there is no image: send a file in the field image", param="image", code="missing_parameter")
     masks = form.files.get(MASK, ())
     if len(masks) > 1:
         raise RequestError(f"{len(masks)} masks: send one", param=MASK)
-    return Uploads(images=tuple(images), mask=read_mask(masks[0], MASK, images[0].size) if masks else None)
+    return Uploads(images=tuple(images), mask=check_mask(masks[0], MASK, images[0].size) if masks else None)

@@ -2,7 +2,7 @@
 
     device    kernel               takes
     cpu       flash for CPUs       every dtype; masks; also of tensors without values, on "meta"
-    cuda      cuDNN                fp16, bf16; no mask; heads up to 128 wide; where torch itself takes it first
+    cuda      cuDNN                fp16, bf16; no mask; heads up to 128 wide; not a single key; where torch takes it
               flash                fp16, bf16; no mask; heads up to 256 wide; from compute capability 8.0 on
               memory-efficient     fp32, fp16, bf16 (from 8.0 on); masks; also all that ROCm, "cuda" by name, takes
     others    none: written out, with all logits in fp32
@@ -30,6 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)
 CUDNN_CAPABILITIES, CUDNN_VERSION = ((9, 0), (10, 0)), 91501  # where torch takes cuDNN's attention before flash's
 CUDNN_WIDEST, FLASH_WIDEST = 128, 256
+CUDNN_KEYS = 2  # at least: it refuses a single one, as of a part in attention in parts
 
 Capability = tuple[int, int]
 
@@ -64,8 +65,13 @@ def processor_of(device: torch.device) -> Processor:
     return Processor(device.type, capability, cudnn=new_enough and capability in CUDNN_CAPABILITIES)
 
 
-def kernel_for(processor: Processor, dtype: torch.dtype, widths: tuple[int, int], *, masked: bool) -> LseKernel | None:
-    """Return the kernel of a call with heads of these widths, of keys and of values; None for one to write out."""
+def kernel_for(
+    processor: Processor, dtype: torch.dtype, widths: tuple[int, int], *, keys: int, masked: bool
+) -> LseKernel | None:
+    """Return the kernel of a call with heads of these widths, of keys and of values; None for one to write out.
+
+    `keys`: how many.
+    """
     if processor.type in ("cpu", "meta"):
         return ON_CPU
     capability = processor.capability
@@ -76,7 +82,7 @@ def kernel_for(processor: Processor, dtype: torch.dtype, widths: tuple[int, int]
     widest = -(-max(widths) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     if masked or dtype not in HALF or widths[0] != widths[1] or capability is None or capability < AMPERE:
         return EFFICIENT
-    if processor.cudnn and widest <= CUDNN_WIDEST:
+    if processor.cudnn and widest <= CUDNN_WIDEST and keys >= CUDNN_KEYS:
         return CUDNN
     return FLASH if widest <= FLASH_WIDEST else EFFICIENT
 
@@ -88,8 +94,8 @@ def attend_with_lse(
 
     `bias` is added to the logits and broadcasts to [B, N, l, k]; it is never stored at that size.
     """
-    widths = (q_BNlD.shape[3], v_BMkE.shape[3])
-    kernel = kernel_for(processor_of(q_BNlD.device), q_BNlD.dtype, widths, masked=bias is not None)
+    widths, processor = (q_BNlD.shape[3], v_BMkE.shape[3]), processor_of(q_BNlD.device)
+    kernel = kernel_for(processor, q_BNlD.dtype, widths, keys=k_BMkD.shape[2], masked=bias is not None)
     return attend_by(kernel or WRITTEN_OUT, q_BNlD, k_BMkD, v_BMkE, bias, scale)
 
 

@@ -6,18 +6,20 @@
     no call 1    uses its prediction         gathers without computing, when the prediction of call 0 is needed
 
 A round gathers all blocks once, and all ranks take part in each: a rank that does not compute sends its shards all the
-same. In every round each rank also sends which call it makes in it.
+same. At the end of every round each rank also sends which call it has made in it. If that is refused, as all ranks that
+make it do at the same block, the round ends all the same and then the call of the pipeline, on all ranks at once.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import TensorSpec
+from patchpar.errors import ExchangeError, PatchparError, UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.weights.sharded import NOT_FOLLOWED, ShardedWeights
 
 KIND = "guidance"  # in statistics, of what ranks send each other
 NO_CALL = 0
@@ -49,7 +51,11 @@ class GatherRounds:
 
     @contextmanager
     def own_call(self) -> Iterator[None]:
-        """Context in which this rank calls the network. Raises ExchangeError, UnsupportedModel."""
+        """Context in which this rank calls the network. Raises ExchangeError, UnsupportedModel.
+
+        Other ranks raise ExchangeError where this one refuses its call. An error of the network itself becomes
+        UnsupportedModel: it cannot be called without the split, to find out whose it is.
+        """
         self.count += 1
         if self.weights is None:
             yield
@@ -78,12 +84,38 @@ class GatherRounds:
 
     @contextmanager
     def _round(self, weights: ShardedWeights, call: int) -> Iterator[None]:
-        own = torch.tensor([call], device=self.comm.transport.device)
-        calls = AllGather(self.comm, self.axis, KIND, "calls of a round")
-        gathered = calls.start([own], lambda _: [TensorSpec.of(own)])
-        with weights.round():
-            yield
-        made = {int(number) for (number,) in gathered.wait()}
+        try:
+            with weights.round():
+                yield
+        except UnsupportedModel as error:
+            with suppress(ExchangeError):  # of others that refuse theirs: each raises its own
+                self._calls_made(call, in_one_line(error))
+            raise
+        except Exception as error:
+            if isinstance(error, PatchparError) or not is_of_the_split(error):
+                raise
+            raise UnsupportedModel(
+                f"{type(weights.network).__name__} fails in the call for one guidance branch ({in_one_line(error)}), "
+                f"{NOT_FOLLOWED}"
+            ) from error
+        made = self._calls_made(call)
         self._ahead |= {number for number in made if number > self.count}
         for number in made:
             self.outstanding.pop(number, None)
+
+    def _calls_made(self, call: int, refusal: str = "") -> set[int]:
+        """Return the calls that the ranks have made in a round. Raises ExchangeError where one is refused.
+
+        `refusal`: why this rank has not made its call; empty if it has.
+        """
+        number = -call if refusal else call
+        own = torch.tensor([number], device=self.comm.transport.device)
+        numbers = [int(each) for each in AllGather(self.comm, self.axis, KIND, "calls of a round").same(own)]
+        if min(numbers) >= NO_CALL:
+            return set(numbers)
+        found = AllGather(self.comm, self.axis, KIND, "refusals of a round").of_bytes(refusal.encode())
+        group_rank, why = next((group_rank, each.decode()) for group_rank, each in enumerate(found) if each)
+        raise ExchangeError(
+            f"rank {self.axis.ranks[self.axis.rank]}: this call ends, since rank {self.axis.ranks[group_rank]} has "
+            f"refused it in its own guidance branch: {why}"
+        )

@@ -12,7 +12,7 @@ As in ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054), for inference, and by 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.weights.compiled_parts import say_what_is_in_graphs
 from patchpar.shard.weights.opaque import say_what_stays_whole
@@ -36,6 +36,7 @@ from patchpar.shard.weights.packed import (
 from patchpar.shard.weights.stores import BlockStore, Transfer
 
 SLOTS = 2
+NOT_FOLLOWED = "which other guidance ranks cannot follow: use weights=whole, or cfg=1 and more ranks on axis patch"
 
 
 class ShardedWeights:
@@ -236,31 +237,30 @@ class ShardedWeights:
     def round(self) -> Iterator[None]:
         """Context in which all blocks are gathered once, and this rank runs some of them, or none. Collective.
 
-        Blocks are gathered in the order in which they ran when `keep_what_is_read_outside` was called. Raises
-        UnsupportedModel, ExchangeError.
+        Blocks are gathered in the order in which they ran when `keep_what_is_read_outside` was called, to the end also
+        where a call is refused, so that no other rank waits for it. Raises UnsupportedModel, ExchangeError.
         """
         if self._order is None:
-            raise UnsupportedModel(
-                f"blocks of {type(self.network).__name__} run within each other, which other guidance ranks cannot "
-                "follow: use weights=whole, or cfg=1 and more ranks on axis patch"
-            )
+            raise UnsupportedModel(f"blocks of {type(self.network).__name__} run within each other, {NOT_FOLLOWED}")
         self._position = 0
         try:
             yield
             self._pass_by()
+        except UnsupportedModel:  # of all ranks that make this call, at the same block
+            self._active = []
+            with suppress(ExchangeError):  # the cause is raised
+                self._pass_by()
+            raise
         finally:
             self._position = None
 
     def _pass_by(self, until: int | None = None) -> None:
         """Gather the blocks that do not run here, up to the next time that `until` does, or to the end."""
-        order, position = self._order, self._position
-        assert order is not None
-        assert position is not None
+        order, position = self._order or [], self._position or 0
         if until is not None and until not in order[position:]:
             raise UnsupportedModel(
                 f"{type(self.network).__name__} runs {self.blocks[until].name} in another order than in its first "
-                "call, which other guidance ranks cannot follow: use weights=whole, or cfg=1 and more ranks on axis "
-                "patch"
+                f"call, {NOT_FOLLOWED}"
             )
         end = len(order) if until is None else order.index(until, position)
         for index in order[position:end]:

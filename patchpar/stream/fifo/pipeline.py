@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.devices import resolve_devices
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
@@ -13,11 +13,13 @@ from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.hub import local_folder
 from patchpar.stream.messages import PromptUpdate
+from patchpar.stream.model_index import HIGH_NOISE, read_index
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
+WAN, LTX = "WanTransformer3DModel", "LTXVideoTransformer3DModel"
 
 
 class FifoSession(StreamSession):
@@ -74,6 +76,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         Raises PlanError, UnsupportedModel, LaunchError.
         """
         path, options = local_folder(folder, options)
+        _check_kind(str(folder), path)
         config = config or FifoConfig()
         found, zones = resolve_devices(devices), config.queue.zones
         plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
@@ -123,3 +126,16 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
     def __repr__(self) -> str:
         queue = self.config.queue
         return f"<FifoStreamingPipeline, {queue.levels} frames in {queue.zones} zones, {self.plan}>"
+
+
+def _check_kind(name: str, folder: Path) -> None:
+    """Raise UnsupportedModel for a model of another kind. Causal models of Wan have the name of its class as an end."""
+    index = read_index(folder)
+    part = index.get(HIGH_NOISE)
+    kind = str(part[-1]) if isinstance(part, list) and part else ""
+    if kind != LTX and not kind.endswith(WAN):
+        raise UnsupportedModel(
+            f"{name} is a {index.get('_class_name')}: a queue of frames is denoised by text-to-video models of Wan "
+            "2.1, Wan 2.2 with 5 billion weights, or LTX-Video: give the folder or the hub name of one, such as "
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
