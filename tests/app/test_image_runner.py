@@ -71,7 +71,7 @@ def test_previews_come_as_soon_as_one_image_has_been_generated(queue: JobQueue) 
     runner = make_runner()
     assert previews_of(queue, runner.prepare) == [None] * READY_STEPS
     sizes = previews_of(queue, lambda job: runner.generate(job, REQUEST, presets_for(2)[0]))
-    assert sizes == [(256, 256)] * REQUEST.steps
+    assert sizes == [(128, 128)] * REQUEST.steps
 
 
 def previews_of(queue: JobQueue, work: Callable[[Job], Any]) -> list[Any]:
@@ -102,7 +102,7 @@ def test_packed_latents_have_previews_too() -> None:
     watched.receive(2, 2, tokens)
     watched.fit_colours(Image.effect_noise((96, 64), 60).convert("RGB"))
     watched.receive(1, 2, tokens)
-    assert [view.preview and view.preview.size for view in views] == [None, (384, 256)]
+    assert [view.preview and view.preview.size for view in views] == [None, (192, 128)]
     watched.receive(1, 2, torch.rand(1, 23, 8))
     assert len(views) == 2, "no rows of this image"
 
