@@ -39,7 +39,7 @@ def choose(selection: AdapterSelection, guidance: Any = None) -> None:
 
 def test_what_fails_half_way_is_undone_and_can_be_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layers, selection = [Layer(), Layer(fails=1)], AdapterSelection()
-    monkeypatch.setattr(adapter_selection, "_layers", lambda pipe: layers)
+    monkeypatch.setattr(adapter_selection, "layers_of", lambda pipe: layers)
     with pytest.raises(KeyboardInterrupt):
         choose(selection)
     assert [(layer.active_adapters, layer.scaling["ink"]) for layer in layers] == [(["snow"], 1.0)] * 2
@@ -53,6 +53,6 @@ def test_ranks_of_other_branches_take_part_where_they_hold_weights(
 ) -> None:
     """The next calls are verified with these adapters, by plain calls that gather weights of all ranks."""
     forgotten = list[int]()
-    monkeypatch.setattr(adapter_selection, "_layers", lambda pipe: [Layer()])
+    monkeypatch.setattr(adapter_selection, "layers_of", lambda pipe: [Layer()])
     choose(AdapterSelection(), SimpleNamespace(rounds=rounds, forget=lambda: forgotten.append(1)))
     assert len(forgotten) == forgets
