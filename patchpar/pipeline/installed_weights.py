@@ -149,7 +149,7 @@ class InstalledWeights:
                 "others: use ranks of one host, or patch=N,weights=sharded"
             )
         if guidance is not None and self.is_collective:
-            guidance.rounds = GatherRounds(comm, self._axis)
+            guidance.rounds = GatherRounds(comm, self._axis, mesh["cfg"])
         self._sharded: dict[nn.Module, ShardedWeights | None] = {}  # None: stays whole
         self._held = dict(held)  # until their first call
         self._hooks = HookSet()

@@ -105,7 +105,7 @@ def bytes_received(found: RecordedRank) -> int:
         [OF_A_UNET]
         + [(name, plans) for name in ("sdxl", "svd", "flux", "pixart", "wan") for plans in (EXACT, STALE)]
         + [(name, ONE_ENCODER) for name in ("sd", "sdxl", "wan")]
-        + [(name, SHARDED) for name in ("sdxl", "flux", "sd3")]
+        + [(name, SHARDED) for name in ("sdxl", "flux", "sd3", "wan")]
         + [(name, STAGES) for name in ("sd", "sdxl", "flux", "sd3", "wan", "pixart", "qwen")]
         + [(name, PIPED) for name in ("flux", "pixart", "wan")]
         + [(name, FEATURES) for name in ("flux", "sd3", "wan", "pixart")]
@@ -124,6 +124,13 @@ def test_calls_for_each_guidance_branch_are_exchanged_from_the_first_step() -> N
     found = recorded("wan", "cfg=2", steps=1)
     assert unequal_pairs([each.tape for each in found]) == []
     assert bytes_sent(found[0].tape)["guidance"] == bytes_sent(found[1].tape)["guidance"] > 0
+
+
+def test_recordings_end_where_ranks_with_a_branch_each_gather_weights() -> None:
+    """Nobody says there which calls the other ranks have made."""
+    first, second = (steps_of(each.tape)["step 1"] for each in recorded("wan", "cfg=2,weights=sharded", steps=2))
+    assert bytes_sent(first) == bytes_sent(second)
+    assert bytes_sent(first)["guidance"] > 0
 
 
 def test_a_step_of_one_rank_has_the_flops_of_a_dry_run() -> None:

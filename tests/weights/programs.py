@@ -76,7 +76,7 @@ def run(this: PoolRank, name: str, cfg: int, gathered: bool) -> dict[str, Any]:
     wanted = _run_steps(PROGRAMS[name], lambda which, x: built[which](x))
     mesh, comm, clock = this.mesh(cfg=cfg, patch=this.world // cfg), this.comm(), StepClock()
     guidance = GuidanceSplit(comm, mesh["cfg"], clock)
-    guidance.rounds = rounds = GatherRounds(comm, mesh.of_one_image())
+    guidance.rounds = rounds = GatherRounds(comm, mesh.of_one_image(), mesh["cfg"])
     weights = [joined(network, comm, mesh.of_one_image()) for network in built]
     calls: list[int] = []
     for network, of_network in zip(built, weights, strict=True):
@@ -132,7 +132,7 @@ def fails_in_its_own_call(this: PoolRank, error: str, failing: tuple[int, ...]) 
     """What a rank raises where the own calls of some fail in their second block, and after how many seconds."""
     network, mesh, comm, clock = networks.build("chain"), this.mesh(cfg=this.world), this.comm(), StepClock()
     guidance = GuidanceSplit(comm, mesh["cfg"], clock)
-    guidance.rounds = GatherRounds(comm, mesh.of_one_image())
+    guidance.rounds = GatherRounds(comm, mesh.of_one_image(), mesh["cfg"])
     guidance.rounds.weights = weights = joined(network, comm, mesh.of_one_image())
     keep_what_is_read_outside(weights, partial(network, networks.sample()))
     plain = network.blocks[1].forward

@@ -30,11 +30,12 @@ class GatherRounds:
 
     Every rank calls `own_call` or `skip_call` for each call that one rank makes, and `catch_up` while calls are
     `outstanding` before the ranks do anything else together, among them an own call that cannot join. `weights`: those
-    of the network that is called; `count`: of its calls and others', the same on all ranks.
+    of the network that is called; `count`: of its calls and others', the same on all ranks. `branches`: the axis of
+    ranks that make calls of their own, one each in a step.
     """
 
-    def __init__(self, comm: Communicator, axis: Axis) -> None:
-        self.comm, self.axis = comm, axis
+    def __init__(self, comm: Communicator, axis: Axis, branches: Axis) -> None:
+        self.comm, self.axis, self._branches = comm, axis, branches
         self.weights: ShardedWeights | None = None
         self.reset()
 
@@ -110,12 +111,25 @@ class GatherRounds:
         """
         number = -call if refusal else call
         own = torch.tensor([number], device=self.comm.transport.device)
-        numbers = [int(each) for each in AllGather(self.comm, self.axis, KIND, "calls of a round").same(own)]
+        found = AllGather(self.comm, self.axis, KIND, "calls of a round").same(own)
+        if own.is_meta:
+            return self._calls_recorded(call)
+        numbers = [int(each) for each in found]
         if min(numbers) >= NO_CALL:
             return set(numbers)
-        found = AllGather(self.comm, self.axis, KIND, "refusals of a round").of_bytes(refusal.encode())
-        group_rank, why = next((group_rank, each.decode()) for group_rank, each in enumerate(found) if each)
+        reasons = AllGather(self.comm, self.axis, KIND, "refusals of a round").of_bytes(refusal.encode())
+        group_rank, why = next((group_rank, each.decode()) for group_rank, each in enumerate(reasons) if each)
         raise ExchangeError(
             f"rank {self.axis.ranks[self.axis.rank]}: this call ends, since rank {self.axis.ranks[group_rank]} has "
             f"refused it in its own guidance branch: {why}"
         )
+
+    def _calls_recorded(self, call: int) -> set[int]:
+        """Return the calls of a round in a recording, where other ranks say nothing: those of a step of all branches.
+
+        Without an own call they are those that are outstanding.
+        """
+        if call == NO_CALL:
+            return set(self.outstanding)
+        first = call - self._branches.rank
+        return set(range(first, first + self._branches.size))
