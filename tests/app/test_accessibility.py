@@ -18,10 +18,12 @@ WINDOWS: dict[int, dict[str, Any]] = {
 }
 CASES = [(width, scheme) for width in WINDOWS for scheme in ("light", "dark")]
 GRAVE = ("serious", "critical")
+NAMED_MS = 400  # the page names new elements within 200
 
 
 def findings(page: Page) -> list[str]:
     """What axe-core calls serious or critical: the rule, and the first elements that break it."""
+    page.wait_for_timeout(NAMED_MS)
     found = Axe().run(page).response["violations"]
     return [
         f"{each['id']} ({each['impact']}): {each['help']}: {[node['html'][:160] for node in each['nodes'][:4]]}"
