@@ -25,7 +25,7 @@ from types import FrameType
 from patchpar.launch.fork_request import ForkRequest, WorkerReport, receive_request, send_report
 from patchpar.launch.handshake import python_command
 from patchpar.launch.started_process import WORKER
-from patchpar.launch.worker import die_with_parent
+from patchpar.launch.worker import die_with_parent, exit_at_once
 from patchpar.launch.worker import main as run_worker
 
 STANDARD = (0, 1, 2)
@@ -46,10 +46,7 @@ def main(requests: int, lifeline: int, idle_seconds: int) -> None:
     if worker is not None:
         worker.run()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)  # a Python that ends would report what gc.freeze() keeps as leaks of libraries: nanobind's print them
+    exit_at_once(0)  # at its own end Python would report what gc.freeze() keeps as leaks, as nanobind prints them
 
 
 @dataclass(slots=True)

@@ -59,6 +59,14 @@ def main(fd: int) -> None:
     Worker(channel, config, WorkerContext(config, channel, Heartbeat(inherited.heartbeat))).run(first.request)
 
 
+def exit_at_once(code: int) -> None:
+    """Print what is left to print and end this process, without what Python does at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 def die_with_parent(lifeline: int) -> None:
     """Make the kernel kill this process group when the other end of the pipe closes, whatever this process is doing.
 
@@ -225,10 +233,7 @@ class Worker:
             code = 1
             traceback.print_exc()
         finally:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-            os._exit(code)  # the main thread may be inside any call, and there is nothing to clean up
+            exit_at_once(code)  # the main thread may be inside any call, and there is nothing to clean up
 
     def _pong(self, frame: ChannelFrame) -> None:
         self._context.heartbeat.show_work()
