@@ -61,12 +61,12 @@ def rows(text: str, heading: str = "") -> list[Row]:
 
 
 def written(name: str, heading: str = "") -> list[Row]:
-    """Rows of the first table there, of what a benchmark wrote."""
+    """Rows of the first table there, of what a benchmark wrote; of several models the table with the most of them."""
     sections = json.loads((FIGURES / f"{name}.json").read_text())
-    found: list[Row] = next(
+    found: list[list[Row]] = [
         each["tables"][0] for each in sections if heading in ("", each["heading"]) and each["tables"]
-    )
-    return found
+    ]
+    return max(found, key=len) if heading else found[0]
 
 
 def message(name: str) -> str:
@@ -131,12 +131,12 @@ def norms() -> Iterator[str]:
 
 def margins() -> Iterator[str]:
     """Rows of what fresh edges have over DistriFusion as published, with one exact step, in every setting of both."""
-    for each in json.loads((FIGURES / "quality.json").read_text())[1:]:
-        found = {(row["method"].split(" (")[0], row["ranks"]): row for row in each["tables"][0]}
+    for heading in dict.fromkeys(each["heading"] for each in json.loads((FIGURES / "quality.json").read_text())[1:]):
+        found = {(row["method"].split(" (")[0], row["ranks"]): row for row in written("quality", heading)}
         for (_, ranks), paper in [(key, row) for key, row in found.items() if key[0] == PUBLISHED]:
             fresh = [found.get((name, ranks)) for name in ("fresh-edges", "fresh-edges:correction=linear")]
             above = [f"+{float(row['PSNR, dB']) - float(paper['PSNR, dB']):.1f}" if row else "" for row in fresh]
-            yield f"| {' | '.join((each['heading'], ranks, paper['captions'], paper['PSNR, dB'], *above))} |"
+            yield f"| {' | '.join((heading, ranks, paper['captions'], paper['PSNR, dB'], *above))} |"
 
 
 def margin(*sizes: str) -> str:

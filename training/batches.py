@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import CLIPTokenizer
 
 from training.latents import CELL, object_mask, to_latent, to_tensor
-from training.render import sample_render
+from training.render import sample_render, scene_of
 from training.scenes import Scene, caption, flipped, look_indices
 from training.stages import Bucket
 from training.tokenizer import token_ids
@@ -51,9 +53,12 @@ class Sample:
     caption: str
 
 
-def sample_example(key: str, height: int, width: int) -> Sample:
-    """The training image of a key, height and width in latent cells; half of them mirrored, caption and all."""
-    displayed = sample_render(key, height=height * CELL, width=width * CELL)
+def sample_example(key: str, height: int, width: int, night_share: float | None = None) -> Sample:
+    """The training image of a key, height and width in latent cells; half of them mirrored, caption and all.
+
+    night_share is the probability of a night scene; without it, as often as any time of day.
+    """
+    displayed = sample_render(key_at_time(key, night_share), height=height * CELL, width=width * CELL)
     latent, mask = to_latent(to_tensor(displayed.pixels))[0], object_mask(displayed)
     rng = random.Random(f"mirror {key}")
     if rng.random() < 0.5:
@@ -63,11 +68,27 @@ def sample_example(key: str, height: int, width: int) -> Sample:
     return Sample(latent=latent, mask=mask, scene=displayed.scene, caption=displayed.caption)
 
 
-def sample_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
+def key_at_time(key: str, night_share: float | None) -> str:
+    """The first key derived from this one whose scene is at night with that probability, by day otherwise."""
+    if night_share is None:
+        return key
+    night = random.Random(f"night {key}").random() < night_share
+    derived = (f"{key} {index}" for index in itertools.count())
+    return next(one for one in derived if (scene_of(one).time == "at night") == night)
+
+
+def sample_batch(
+    key: str,
+    bucket: Bucket,
+    tokenizer: CLIPTokenizer,
+    executor: Executor | None = None,
+    night_share: float | None = None,
+) -> Batch:
     """The batch of a key. Images are drawn in the executor's processes where one is given."""
     keys = [f"{key} {index}" for index in range(bucket.batch)]
     spread: Callable = map if executor is None else executor.map
-    samples = list(spread(sample_example, keys, [bucket.height] * bucket.batch, [bucket.width] * bucket.batch))
+    example = partial(sample_example, height=bucket.height, width=bucket.width, night_share=night_share)
+    samples = list(spread(example, keys))
     generator = torch.Generator().manual_seed(random.Random(f"noise {key}").getrandbits(62))
     dropped = torch.rand(bucket.batch, generator=generator) < CAPTION_DROPOUT
     words = ["" if drop else sample.caption for drop, sample in zip(dropped, samples, strict=True)]

@@ -77,7 +77,7 @@ def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
 def judge(classifier: Classifier, images_BCHW: Tensor) -> list[Judgement]:
     """What the images (B, 3, H, W) in -1..1 show, whatever their size."""
     with torch.no_grad():
-        look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(_seen(images_BCHW)))
+        look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(looked_at(images_BCHW)))
     rows = zip(look, terrain, time, strict=True)
     return [Judgement(left=LOOKS[a], right=LOOKS[b], terrain=TERRAINS[c], time=TIMES[d]) for (a, b), c, d in rows]
 
@@ -123,7 +123,7 @@ def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     rng = random.Random(f"judge {key}")
     height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
     displayed = [sample_render(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
-    images = _worn(torch.cat([to_tensor(one.pixels) for one in displayed]), rng)
+    images = worn(torch.cat([to_tensor(one.pixels) for one in displayed]), rng)
     wanted = targets([one.scene for one in displayed])
     look, terrain, time = classifier(images)
     return (
@@ -133,13 +133,15 @@ def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     )
 
 
-def _worn(images: Tensor, rng: random.Random) -> Tensor:
+def worn(images: Tensor, rng: random.Random) -> Tensor:
+    """The images a little blurred and noisy, as those of a model are."""
     if rng.random() < 0.3:
         images = functional.interpolate(functional.avg_pool2d(images, 2), scale_factor=2, mode="bilinear")
     return images + rng.choice((0.0, 0.03, 0.08)) * torch.randn_like(images)
 
 
-def _seen(images: Tensor) -> Tensor:
+def looked_at(images: Tensor) -> Tensor:
+    """The images (B, 3, H, W) with the shorter side that judges are trained at."""
     scale = SIDE_PX / min(images.shape[-2:])
     if scale == 1:
         return images

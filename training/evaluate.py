@@ -1,4 +1,4 @@
-"""How well the packaged pipeline follows held-out captions, judged by the attribute classifier.
+"""How well the packaged pipeline follows held-out captions, judged by classifiers of attributes and repetitions.
 
     python -m training.evaluate                                  # 64 captions at 256x256
     python -m training.evaluate --size 384x256 --count 16
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -26,6 +26,8 @@ from patchpar import ParallelPipeline, Plan, StructureGuidance
 from patchpar.models.files import inspect_folder
 from training.classifier import Classifier, Judgement, accuracy, judge, load_classifier
 from training.package import FOLDER
+from training.repeats import RepeatCounter, load_counter, repeats
+from training.repeats import accuracy as count_accuracy
 from training.report import report_files, update_document, update_figures
 from training.scenes import COLORLESS, SIDES, Look, Scene, held_out_captions, look_of
 
@@ -63,10 +65,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Shares in 0..1. scene: both sides right in kind and colour, and nothing where nothing was asked for."""
+    """Shares in 0..1. scene: both sides right in kind and colour, and nothing where nothing was asked for.
+
+    night: of the scenes at night alone. single: objects that were asked for and are not there twice.
+    """
 
     captions: int
     scene: float
+    night: float
+    single: float
     kind: float
     color: float
     empty: float
@@ -93,17 +100,22 @@ def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Setting
     return torch.cat(made)
 
 
-def score(verifications: Sequence[Judgement], scenes: Sequence[Scene]) -> Scores:
-    """Compare what is seen with what was asked for."""
+def score(verifications: Sequence[Judgement], repeated: Sequence[Collection[str]], scenes: Sequence[Scene]) -> Scores:
+    """Compare what is seen with what was asked for; `repeated` are the sides of each image with an object twice."""
     judged = list(zip(verifications, scenes, strict=True))
     sides = [[(judgement.on(side), look_of(scene.on(side))) for side in SIDES] for judgement, scene in judged]
     pairs = [pair for both in sides for pair in both]
     objects = [(seen, asked) for seen, asked in pairs if asked is not None]
     colored = [(seen, asked) for seen, asked in objects if asked[0] not in COLORLESS]
     empty = [seen for seen, asked in pairs if asked is None]
+    is_right = [all(seen == asked for seen, asked in both) for both in sides]
     return Scores(
         captions=len(scenes),
-        scene=_fraction([all(seen == asked for seen, asked in both) for both in sides]),
+        scene=_fraction(is_right),
+        night=_fraction([right for right, scene in zip(is_right, scenes, strict=True) if scene.time == "at night"]),
+        single=_fraction(
+            [item.side not in twice for twice, scene in zip(repeated, scenes, strict=True) for item in scene.items]
+        ),
         kind=_fraction([_kind(seen) == asked[0] for seen, asked in objects]),
         color=_fraction([seen is not None and seen[1] == asked[1] for seen, asked in colored]),
         empty=_fraction([seen is None for seen in empty]),
@@ -171,14 +183,19 @@ def _kind(look: Look | None) -> str | None:
     return None if look is None else look[0]
 
 
-def check_judge(classifier: Classifier, settings: Settings) -> float:
-    """The classifier's own accuracy on held-out renders of this size. Raises RuntimeError below the bar."""
-    own = accuracy(classifier, 200, height=settings.height, width=settings.width)
-    if min(own.values()) < CLASSIFIER_BAR:
-        raise RuntimeError(
-            f"the classifier names held-out renders at {own}, the bar is {CLASSIFIER_BAR}: train it longer"
-        )
-    return min(own.values())
+def check_judges(classifier: Classifier, counter: RepeatCounter, settings: Settings) -> dict[str, float]:
+    """The accuracy of both judges on held-out renders of this size. Raises RuntimeError below the bar."""
+    size = {"height": settings.height, "width": settings.width}
+    own = {
+        "classifier": min(accuracy(classifier, 200, **size).values()),
+        "counter": count_accuracy(counter, 200, **size),
+    }
+    for name, share in own.items():
+        if share < CLASSIFIER_BAR:
+            raise RuntimeError(
+                f"the {name} is right on {share} of renders, the bar is {CLASSIFIER_BAR}: train it longer"
+            )
+    return own
 
 
 def square_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
@@ -235,14 +252,14 @@ def main() -> None:
         render = square_sheet if arguments.squares else sample_sheet
         render(pipe, settings).save(arguments.sheet)
         return
-    classifier = load_classifier()
-    own = check_judge(classifier, settings)
+    classifier, counter = load_classifier(), load_counter()
+    own = check_judges(classifier, counter, settings)
     captions, scenes = zip(*held_out_captions(arguments.count), strict=True)
     images = generate(pipe, captions, settings)
     if arguments.images:
         contact_sheet(images).save(arguments.images)
-    parts = asdict(score(judge(classifier, images), scenes))
-    figures = {**asdict(settings), "dtype": arguments.dtype, **parts, "classifier": own}
+    parts = asdict(score(judge(classifier, images), repeats(counter, images), scenes))
+    figures = {**asdict(settings), "dtype": arguments.dtype, **parts, **own}
     print(json.dumps(figures), flush=True)
     if not arguments.dry:
         position = report_files(arguments.model)

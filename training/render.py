@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from training.objects import EXTENTS, Brush, Color, mixed, render_object, scaled
-from training.scenes import Scene, caption, sample_scene
+from training.scenes import Item, Scene, caption, sample_scene
 
 _SUPERSAMPLE = 2
 _SKY: dict[str, tuple[Color, Color]] = {
@@ -65,6 +66,11 @@ class _Canvas:
         return _LIGHT[self.scene.time]
 
 
+def scene_of(seed: int | str, *, held_out: bool = False) -> Scene:
+    """The scene of that seed, not rendered."""
+    return sample_scene(random.Random(f"scene {seed}"), held_out=held_out)
+
+
 def sample_render(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
     """The image of that seed: a random scene, rendered. height and width in pixels."""
     rng = random.Random(f"scene {seed}")
@@ -73,8 +79,19 @@ def sample_render(seed: int | str, *, height: int, width: int, held_out: bool = 
     return render(scene, rng, height=height, width=width, words=words)
 
 
-def render(scene: Scene, rng: random.Random, *, height: int, width: int, words: str = "") -> RenderedImage:
-    """Draw a scene; the generator decides all that the caption leaves open (places, sizes, slopes)."""
+def render(
+    scene: Scene,
+    rng: random.Random,
+    *,
+    height: int,
+    width: int,
+    words: str = "",
+    repeated: Collection[str] = (),
+) -> RenderedImage:
+    """Draw a scene; the generator decides all that the caption leaves open (places, sizes, slopes).
+
+    The objects of the sides `repeated` are there twice, which no caption says: to train and test who counts them.
+    """
     tall, wide = height * _SUPERSAMPLE, width * _SUPERSAMPLE
     horizon = int(tall * rng.uniform(0.50, 0.60))
     image = _sky(scene.time, tall, wide, horizon)
@@ -83,7 +100,7 @@ def render(scene: Scene, rng: random.Random, *, height: int, width: int, words: 
     _mountains(canvas, horizon)
     _ground(canvas, horizon)
     shore_line = horizon + 0.06 * canvas.unit
-    boxes = _objects(canvas, shore_line)
+    boxes = _objects(canvas, shore_line, repeated)
     if scene.terrain == "a calm lake":
         shore = int(shore_line + 0.075 * canvas.unit)
         _reflection(canvas, shore)
@@ -156,7 +173,7 @@ def _wave(canvas: _Canvas, y: float, height: float, frequency: float, color: Col
     canvas.draw.polygon([(0, tall), *crest, (crest[-1][0], tall)], fill=color)
 
 
-def _objects(canvas: _Canvas, ground: float) -> list[tuple[float, float, float, float]]:
+def _objects(canvas: _Canvas, ground: float, repeated: Collection[str]) -> list[tuple[float, float, float, float]]:
     boxes = []
     wide, unit, rng = canvas.image.size[0], canvas.unit, canvas.rng
     for item in canvas.scene.items:
@@ -165,10 +182,31 @@ def _objects(canvas: _Canvas, ground: float) -> list[tuple[float, float, float, 
         drop = rng.uniform(0.1, 0.2)
         y = ground + unit * (0.06 if canvas.scene.terrain == "a calm lake" else drop)
         size = unit / 512 * rng.uniform(1.0, 1.25)
+        if item.side in repeated:
+            _twin(canvas, item, x, y, size)
         render_object(Brush(draw=canvas.draw, x=x, y=y, unit=size, light=canvas.light), item.kind, item.color)
         half, top, bottom = EXTENTS[item.kind]
         boxes.append((x - half * size, y + top * size, x + half * size, y + bottom * size))
     return boxes
+
+
+def _twin(canvas: _Canvas, item: Item, x: float, y: float, size: float) -> None:
+    """The same object once more on its side of the image, beside or above the one at x, y, as weak models repeat it."""
+    rng = canvas.rng
+    half, top, bottom = EXTENTS[item.kind]
+    step = rng.uniform(1.0, 1.8) * half * size
+    low, high = (0.05, 0.43) if item.side == "left" else (0.57, 0.95)
+    beside = [
+        place for place in (x - step, x + step) if low * canvas.image.size[0] <= place <= high * canvas.image.size[0]
+    ]
+    if beside and rng.random() < 2 / 3:
+        x = rng.choice(beside)
+        y += rng.uniform(-0.15, 0.1) * (bottom - top) * size
+    else:
+        x += rng.uniform(-0.3, 0.3) * half * size
+        y += rng.choice((-1, 1)) * rng.uniform(0.5, 0.8) * (bottom - top) * size
+    smaller = size * rng.uniform(0.75, 1.0)
+    render_object(Brush(draw=canvas.draw, x=x, y=y, unit=smaller, light=canvas.light), item.kind, item.color)
 
 
 def _reflection(canvas: _Canvas, shore: int) -> None:

@@ -12,12 +12,15 @@ END = "<!-- end of figures -->"
 COLUMNS = {
     "captions": "captions",
     "scene": "both sides right",
+    "night": "of them at night",
+    "single": "no object twice",
     "kind": "kind",
     "color": "colour",
     "empty": "empty side left empty",
     "terrain": "terrain",
     "time": "time of day",
     "classifier": "classifier on renders",
+    "counter": "counter on renders",
 }
 
 

@@ -208,13 +208,14 @@ def bench_of(options: argparse.Namespace, records: Records) -> Bench:
 def write_documents(options: argparse.Namespace, records: Sequence[Record], model: str) -> int:
     """Table and plot, as far as they were asked for. Returns the exit code.
 
-    The table keeps what it has of this model; flags say what is added. The plot shows what they speak of.
+    The table keeps what it has, of earlier weights of the model too; flags say what is added. The plot shows what they
+    speak of.
     """
     try:
-        known = [row for row in rows_of_page(options.table or TABLE) if row.setting.model == model]
-        rows = with_measured(known, selected(rows_of(records), options, model))
+        page = rows_of_page(options.table or TABLE)
+        rows = with_measured(page, selected(rows_of(records), options, model))
         if options.table:
-            write_table(options.table, rows)
+            write_table(options.table, rows, model)
         if options.plot:
             write_plot(options.plot, selected(rows, options, model))
     except ValueError as error:

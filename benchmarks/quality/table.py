@@ -28,6 +28,9 @@ many captions, so that rows may be of different versions and machines: compare `
 the records names the versions of torch, diffusers and patchpar that its image was made with; older lines name none.
 Measured by `python -m benchmarks.quality`, written by `python -m benchmarks.quality --table`.
 """
+EARLIER = """The model has been trained further since: its weights are those of `{model}`. Sections of other models were
+measured with its earlier weights; compare methods within one model.
+"""
 HEAD = (
     "| method | ranks | captions | PSNR, dB | worst | SSIM | LPIPS | captions right "
     "| exact steps | sent, MB | stale | waited, ms |",
@@ -132,12 +135,16 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (_position(row.setting), row.ranks, -row.psnr_db, row.label))
 
 
-def table(rows: Iterable[Row]) -> str:
-    """The whole document, of rows in order. Raises ValueError if there is nothing to say."""
+def table(rows: Iterable[Row], model: str | None = None) -> str:
+    """The whole document, of rows in order, and which of them have earlier weights than `model`.
+
+    Raises ValueError if there is nothing to say, of `model` where it is given.
+    """
     rows = list(rows)
-    if not rows:
+    earlier = {row.setting.model for row in rows if model and row.setting.model != model}
+    if not rows or (model and not any(row.setting.model == model for row in rows)):
         raise ValueError("no image of this selection has been measured: leave flags out, or measure first")
-    lines = [INTRO]
+    lines = [INTRO, *([EARLIER.format(model=model)] if earlier else [])]
     for setting in dict.fromkeys(row.setting for row in rows):
         same = [str(row) for row in rows if row.setting == setting]
         details = f"Guidance {setting.guidance:g}, seeds from {setting.seed}, model `{setting.model}`."
@@ -145,6 +152,6 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def write_table(path: Path, rows: Iterable[Row]) -> None:
+def write_table(path: Path, rows: Iterable[Row], model: str | None = None) -> None:
     """Write the document. Raises ValueError if there is nothing to say."""
-    write_page(table(rows), path)
+    write_page(table(rows, model), path)

@@ -392,6 +392,18 @@ def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path)
     assert quality.write_documents(options, [], "of another model") == 2
 
 
+def test_rows_of_earlier_weights_stay_in_sections_of_their_own(tmp_path: Path) -> None:
+    page, options = tmp_path / "it.md", quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, [record(), record(STALE)], "abc") == 0
+    assert "trained further" not in page.read_text()
+    new = record(setting=replace(SETTING, model="def"), psnr_db=55.0)
+    assert quality.write_documents(options, [new], "def") == 0
+    found = {(row.setting.model, row.label): row.psnr_db for row in rows_of_page(page)}
+    assert found == {("abc", new.label): 30.0, ("abc", STALE.label): 30.0, ("def", new.label): 55.0}
+    assert "its weights are those of `def`" in page.read_text()
+    assert page.read_text().count(f"## {SETTING}\n") == 2
+
+
 def test_captions_generated_later_go_on_where_the_table_ends(tmp_path: Path) -> None:
     page, options = tmp_path / "it.md", quality.parse(["--table", str(tmp_path / "it.md")])
     assert quality.write_documents(options, [record(), record(caption=1, psnr_db=20.0)], "abc") == 0

@@ -13,11 +13,13 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from benchmarks.quality.generation import hash_of
 from benchmarks.quality.known import rows_of_page
 from patchpar.cli.bench.records import BenchKey, BenchRecord, BenchSetting, RecordFile
 from patchpar.cli.bench.runner import machine_of
 from patchpar.cli.bench.table import markdown, rows_of
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.files import embedded_model
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
@@ -219,7 +221,9 @@ def test_rows_of_the_quality_page(run: Any, tmp_path: Path) -> None:
     wanted = {
         row.label: row.psnr_db
         for row in rows_of_page(page)
-        if row.label in names and (row.setting.steps, row.setting.width, row.ranks, row.captions) == (8, 256, 4, 32)
+        if row.label in names
+        and (row.setting.steps, row.setting.width, row.ranks, row.captions) == (8, 256, 4, 32)
+        and row.setting.model == hash_of(embedded_model())
     }
     assert set(wanted) == set(names)
     words = ["--height", 256, "--width", 256, "--steps", 8, "--guidance-scale", 3.5, "--seed", 1000]

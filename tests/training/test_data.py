@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from training.batches import sample_batch, sample_example
+from training.batches import key_at_time, sample_batch, sample_example
 from training.classifier import judge, load_classifier
 from training.latents import object_mask, to_latent, to_tensor
-from training.render import render, sample_render
+from training.render import render, sample_render, scene_of
+from training.repeats import load_counter, repeats, sample_repeated
 from training.scenes import (
     COLORLESS,
     SIDES,
@@ -30,6 +31,11 @@ SIZES = [(256, 256), (256, 384), (384, 256), (512, 512)]
 @pytest.fixture(scope="module")
 def classifier():
     return load_classifier()
+
+
+@pytest.fixture(scope="module")
+def counter():
+    return load_counter()
 
 
 def test_a_seed_decides_the_image():
@@ -147,6 +153,41 @@ def test_batches_are_decided_by_their_key():
     assert one.latent.shape == (6, 4, 8, 12)
     assert one.timestep.min() >= 0
     assert one.timestep.max() <= 999
+
+
+def test_as_many_scenes_are_at_night_as_asked_for():
+    keys = [key_at_time(f"share {index}", 0.75) for index in range(400)]
+    at_night = sum(scene_of(key).time == "at night" for key in keys) / len(keys)
+    assert at_night == pytest.approx(0.75, abs=0.06)
+    assert all(scene_of(key_at_time(f"all {index}", 1.0)).time == "at night" for index in range(20))
+    assert key_at_time("any", None) == "any"
+    bucket = Bucket(height=8, width=8, batch=24, fraction=1)
+    dark, bright = (sample_batch("a", bucket, build_tokenizer(), night_share=share).latent for share in (1.0, 0.0))
+    assert dark[:, :3].mean() < bright[:, :3].mean() - 0.5
+
+
+def test_repeated_objects_are_counted(counter):
+    images, sides = zip(
+        *(sample_repeated(f"test {index}", height=256, width=256, held_out=True) for index in range(40)), strict=True
+    )
+    right = [found == asked for found, asked in zip(repeats(counter, torch.cat(images)), sides, strict=True)]
+    assert sum(right) >= 37
+    assert len(set(sides)) == 4
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_twin_is_beside_its_object_and_nowhere_else(side):
+    scene = Scene(
+        time="at noon",
+        terrain="desert dunes",
+        items=tuple(Item(kind="house", color="red", side=one) for one in SIDES),
+    )
+    once, twice = (render(scene, random.Random(3), height=128, width=128, repeated=sides) for sides in ((), {side}))
+    changed = (once.pixels != twice.pixels).any(-1).any(0)
+    halves = {"left": changed[:50], "right": changed[-50:]}
+    assert halves.pop(side).any()
+    if side == "right":  # what is drawn before a twin has the same place
+        assert not halves["left"].any()
 
 
 def test_the_learning_rate_rises_stays_and_falls():

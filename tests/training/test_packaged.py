@@ -11,7 +11,7 @@ from training import package
 from training.classifier import Judgement
 from training.evaluate import score
 from training.model import Networks, noise_scheduler
-from training.report import END, ReportFiles, report_files, update_document, update_figures
+from training.report import COLUMNS, END, ReportFiles, report_files, update_document, update_figures
 from training.scenes import Item, Scene
 from training.tokenizer import build_tokenizer
 from training.vae import new_vae, psnr
@@ -111,20 +111,21 @@ def test_scores_count_sides_kinds_and_colors():
     left, right = Item(kind="house", color="red", side="left"), Item(kind="pine", color=None, side="right")
     scenes = [
         Scene(time="at noon", terrain="green hills", items=(left, right)),
-        Scene(time="at noon", terrain="green hills", items=(left,)),
+        Scene(time="at night", terrain="green hills", items=(left,)),
     ]
     seen = [
         Judgement(left=("house", "red"), right=("pine", None), terrain="green hills", time="at noon"),
-        Judgement(left=("house", "blue"), right=("tree", None), terrain="desert dunes", time="at noon"),
+        Judgement(left=("house", "blue"), right=("tree", None), terrain="desert dunes", time="at night"),
     ]
-    figures = score(seen, scenes)
+    figures = score(seen, [{"right"}, {"right"}], scenes)
     assert (figures.scene, figures.kind, figures.color) == (0.5, 1.0, 0.5)
     assert (figures.empty, figures.terrain, figures.time) == (0.0, 0.5, 1.0)
+    assert (figures.night, figures.single) == (0.0, pytest.approx(2 / 3))
 
 
 def test_figures_reach_the_document_each_in_its_place(tmp_path):
     document, figures = tmp_path / "doc.md", tmp_path / "figures.json"
-    entry = dict.fromkeys(("scene", "kind", "color", "empty", "terrain", "time", "classifier"), 0.5)
+    entry = dict.fromkeys(set(COLUMNS) - {"captions"}, 0.5)
     update_figures("256x256", {**entry, "captions": 64, "steps": 20, "guidance": 3.0, "dtype": "float32"}, figures)
     begin = report_files(Path("other-model")).begin
     target = ReportFiles(figures=figures, document=document, begin=begin)
