@@ -41,6 +41,13 @@ def trained_vae(checkpoint: Path) -> AutoencoderKL:
     return vae.eval()
 
 
+def packaged_vae(folder: Path) -> AutoencoderKL:
+    """The autoencoder of a packaged pipeline."""
+    vae = new_vae()
+    vae.load_state_dict(load_file(folder / "vae/diffusion_pytorch_model.fp16.safetensors"))
+    return vae.eval()
+
+
 def assemble(networks: Networks, vae: AutoencoderKL) -> StableDiffusionXLPipeline:
     """The pipeline. An empty prompt is encoded like any other, because that is what caption dropout trained."""
     tokenizer = build_tokenizer()
@@ -115,8 +122,11 @@ def package(pipe: DiffusionPipeline, folder: Path, state: Path) -> None:
 
 def main() -> None:
     """Package as the command line says."""
-    given = command_line(__doc__, FOLDER, unet="train_unet", vae="train_vae").parse_args()
-    package(assemble(averaged_networks(given.unet), trained_vae(given.vae)), given.output, given.unet)
+    parser = command_line(__doc__, FOLDER, unet="train_unet")
+    parser.add_argument("--vae", type=Path, help="state file of train_vae; without it the packaged autoencoder stays")
+    given = parser.parse_args()
+    vae = trained_vae(given.vae) if given.vae else packaged_vae(given.output)
+    package(assemble(averaged_networks(given.unet), vae), given.output, given.unet)
 
 
 if __name__ == "__main__":

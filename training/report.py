@@ -53,9 +53,16 @@ def table(figures: dict) -> str:
     rows = [["size", "steps", "guidance", "precision", *COLUMNS.values()]]
     rows.append(["---"] * len(rows[0]))
     for size, entry in figures.items():
-        parts = [str(entry[name]) if name == "captions" else f"{100 * entry[name]:.0f} %" for name in COLUMNS]
+        parts = [_cell(name, entry.get(name)) for name in COLUMNS]
         rows.append([size, str(entry["steps"]), str(entry["guidance"]), entry["dtype"], *parts])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _cell(name: str, value: float | None) -> str:
+    """Empty where this size was measured before the column existed."""
+    if value is None:
+        return ""
+    return str(value) if name == "captions" else f"{100 * value:.0f} %"
 
 
 def update_document(files: ReportFiles) -> None:

@@ -93,6 +93,14 @@ def test_a_written_pipeline_loads_again(tmp_path):
     assert size <= package.LIMIT_BYTES
 
 
+def test_the_packaged_autoencoder_stays_without_a_new_one(tmp_path):
+    package.write(package.assemble(Networks(), new_vae()), tmp_path / "model")
+    kept = package.packaged_vae(tmp_path / "model")
+    before = [file.read_bytes() for file in sorted((tmp_path / "model" / "vae").iterdir())]
+    package.write(package.assemble(Networks(), kept), tmp_path / "model")
+    assert [file.read_bytes() for file in sorted((tmp_path / "model" / "vae").iterdir())] == before
+
+
 @pytest.mark.breadth  # training is not part of the package
 @pytest.mark.parametrize("kind", first_of(KINDS, KINDS[0]))
 def test_cutting_matters_only_where_there_is_more_than_one_strip(pipe, kind):
