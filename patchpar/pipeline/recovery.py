@@ -107,7 +107,7 @@ class Recovery:
         if plan.data > 1 or plan.divides_weights or depends_on_plan:
             return None
         try:
-            fewer = self._state.choose(self._placement.rule, left, self._caller.kwargs)
+            fewer = self._state.choose(self._placement.rule, left, self._caller.bound)
             self._check(fewer.plan, left)
         except PlanError:
             return None
