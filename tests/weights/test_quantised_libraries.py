@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
+from patchpar.launch.messages import decode, encode
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.packed import _plain_tensors
@@ -99,6 +100,20 @@ def without_gathers(weights: Any, run: Callable[[], Tensor]) -> Tensor:
         return run()
     finally:
         del weights._start, weights._take
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_they_are_sent_to_workers(form: str) -> None:
+    """As a pipeline in memory is, which has them from a file of its own (`from_single_file`)."""
+    pytest.importorskip(PACKAGES[form], reason=f"pip install {PACKAGES[form]}")
+    with seeded(), torch.no_grad():
+        network, x = Network().eval().requires_grad_(False), torch.randn(2, WIDTH)
+        FORMS[form](network)
+        message = encode(network)
+        arrived = decode(message)
+        assert [type(each) for each in arrived.parameters()] == [type(each) for each in network.parameters()]
+        assert torch.equal(arrived(x), network(x))
+        message.close()
 
 
 @pytest.mark.parametrize("kind", ["sharded", "hosted"])
