@@ -196,8 +196,8 @@ class Job:
             result = self._work(self)
         except Suspended:
             self._wait_again()
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits for the outcome gets it
-            self.fail(error)
+        except BaseException as error:  # noqa: BLE001  whatever it is, whoever waits for the outcome gets it
+            self.fail(error if isinstance(error, Exception) else _raised_exit(error))
         else:
             self.finish(result)
 
@@ -273,6 +273,11 @@ class Job:
             self._view = replace(self._view, **changes, version=self._view.version + 1)
         self._notify()
         return True
+
+
+def _raised_exit(error: BaseException) -> RuntimeError:
+    """Return an error in the place of one that would end whoever waits for the job, such as SystemExit of a model."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def job_error_message(error: Exception) -> str:

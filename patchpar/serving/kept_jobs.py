@@ -11,8 +11,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from patchpar.errors import PatchparError
+from patchpar.errors import PlanError
 from patchpar.serving.job import Cancelled, Job, Journaled
+from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.partial_images import CompletedImage
 from patchpar.serving.refusals import loading
 from patchpar.serving.request_error import RequestError
@@ -101,7 +102,8 @@ class KeptJob:
         except Cancelled as error:
             self.error, end = error, "cancelled"
         except Exception as error:
-            if not isinstance(error, PatchparError):
+            is_public = isinstance(error, (PlanError, RequestError)) or is_out_of_memory(error)
+            if not is_public:
                 log.exception("%s failed", self.id)
             self.error, end = error.with_traceback(None), "failed"
         ended = _ended_job(self.job.view.step, self.job.view.steps)  # without result and events of the other one

@@ -428,3 +428,10 @@ def test_every_code_of_an_error_is_on_the_page() -> None:
     table = (repository / "docs/howto/serve.md").read_text().partition("## Errors")[2].partition("\n## ")[0]
     assert codes - set(re.findall(r"`(\w+)`", table)) == set()
     assert "rank_needed" in codes
+
+
+def test_a_model_that_exits_fails_its_request_only(client: Any, fake: FakeGenerator) -> None:
+    """The thread of the queue would end, with its devices and all who wait for them."""
+    fake.error = SystemExit(3)  # type: ignore[assignment]  # no Exception
+    assert error_of(client.post(PATH, json={"prompt": "a"}), 500)["code"] == "failed"
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200

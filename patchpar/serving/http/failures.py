@@ -1,5 +1,7 @@
 """Exceptions of a job as responses. Details of a failure are in the server's log, under the request's ID."""
 
+import logging
+
 from patchpar.errors import (
     LaunchError,
     PatchparError,
@@ -13,6 +15,15 @@ from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.request_error import RequestError
 
 RESTART_SECONDS = 10
+log = logging.getLogger(__name__)
+
+
+def logged_error_of(error: Exception, name: str) -> RequestError:
+    """Return the error of the response. `name`: what the client is told to look for in the log, which has the rest."""
+    found = request_error_of(error, name)
+    if found.status >= 500 and not isinstance(error, (RequestError, Cancelled)):
+        log.error("%s failed", name, exc_info=error)
+    return found
 
 
 def request_error_of(error: Exception, request_id: str) -> RequestError:

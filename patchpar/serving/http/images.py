@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.event_stream import EventStream, event_of
-from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import events_of
 from patchpar.serving.http.job_outcome import outcome_of, submitted
@@ -96,7 +96,7 @@ async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, re
             yield event
         queued.job.outcome.result()
     except Exception as error:  # noqa: BLE001  the response has begun, so that an error is an event
-        yield event_of("error", request_error_of(error, request_id).body)
+        yield event_of("error", logged_error_of(error, request_id).body)
     finally:
         queued.job.cancel()  # does nothing to a job that has ended
 

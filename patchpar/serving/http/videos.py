@@ -36,7 +36,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
     @app.post("/v1/videos")
     async def create(request: Request) -> JSONResponse:
         """Queue a video."""
-        return JSONResponse(video_view(service, await _created(service, request), request), headers=_poll())
+        return JSONResponse(video_view(service, await _created(service, request)), headers=_poll())
 
     @app.post("/v1/videos/sync")
     async def create_and_wait(request: Request) -> Response:
@@ -47,7 +47,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
             if kept.error is not None:
                 raise kept.error
             content = await asyncio.to_thread(kept.result.file.read_bytes)
-            view = video_view(service, kept, request)
+            view = video_view(service, kept)
         finally:
             service.kept.delete(kept)
         named = {f"x-video-{name}": str(view[name]) for name in ("id", "seconds", "size")}
@@ -62,19 +62,19 @@ def _add_kept(app: FastAPI, service: ImageService) -> None:
     async def videos(request: Request) -> dict[str, Any]:
         """List videos."""
         kept = service.kept.all_of("video", owner_of(request))
-        return page_of(request, kept, lambda each: video_view(service, each, request))
+        return page_of(request, kept, lambda each: video_view(service, each))
 
     @app.get("/v1/videos/{name}")
     async def video(request: Request, name: str) -> JSONResponse:
         """Return the state of a video."""
-        return JSONResponse(video_view(service, found(request, name), request), headers=_poll())
+        return JSONResponse(video_view(service, found(request, name)), headers=_poll())
 
     @app.post("/v1/videos/{name}/cancel")
     async def cancel(request: Request, name: str) -> dict[str, Any]:
         """Cancel a video: at once while it waits, else before its next call of a denoiser."""
         kept = found(request, name)
         kept.job.cancel()
-        return video_view(service, kept, request)
+        return video_view(service, kept)
 
     @app.delete("/v1/videos/{name}")
     async def delete(request: Request, name: str) -> dict[str, Any]:
