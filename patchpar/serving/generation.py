@@ -18,6 +18,7 @@ from patchpar.errors import (
     WorkerError,
     WorkerOutOfMemory,
 )
+from patchpar.launch.remote_errors import has_broken_device
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
@@ -271,8 +272,9 @@ class ImageGenerator:
             raise Cancelled from None
         except WorkerOutOfMemory:
             raise  # the workers are as they were
-        except (WorkerError, LaunchError):
-            self.ranks.lose(ranks)
+        except RuntimeError as error:
+            if isinstance(error, (WorkerError, LaunchError)) or has_broken_device(error):  # that of this process
+                self.ranks.lose(ranks)
             raise
         self.ranks.restore(ranks)
         assert call.run is not None
