@@ -1,6 +1,7 @@
 """What a suspended request has reached: finished images, and the denoiser calls of the one that is not."""
 
 import threading
+from contextlib import suppress
 
 from patchpar.errors import PatchparError
 from patchpar.pipeline.job import PipelineJob
@@ -63,3 +64,9 @@ class UnfinishedCall:
         with self._lock:
             self.done.append(image)
             self.suspended, self.partial, self._latents, self._call = None, (0, 0), None, None
+
+
+def ask_to_suspend(call: PipelineJob) -> None:
+    """Let a call end before its next denoiser call, without waiting for it."""
+    with suppress(TimeoutError, PatchparError):  # what the call raises is raised where it is waited for
+        call.suspend(timeout=0)
