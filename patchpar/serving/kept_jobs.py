@@ -30,6 +30,8 @@ class KeptWork:
 
     `route`: "generation", "edit" or "video".
 
+    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
+
     `drop`: frees what is kept. `images`: how many images the job makes, for its progress. `ended`: called at its end.
     """
 
@@ -42,6 +44,7 @@ class KeptWork:
     images: int = 1
     route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
+    is_awaited: bool = False
 
 
 class KeptJob:
@@ -250,7 +253,7 @@ class KeptJobs:
         """Drop jobs that have expired, and beyond the limit the oldest ones of who has most. Needs the lock."""
         now = time.time()
         late, ended = list[KeptJob](), defaultdict[str, deque[KeptJob]](deque)
-        for each in (each for each in self._jobs.values() if each.ended.is_set()):
+        for each in (each for each in self._jobs.values() if each.ended.is_set() and not each.work.is_awaited):
             if (self.expires_at(each) or now) < now:
                 late.append(each)
             else:

@@ -23,7 +23,14 @@ from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import MAX_PIXELS, UploadedImage, Uploads, check_mask, check_upload
+from patchpar.serving.uploaded_image import (
+    MAX_PIXELS,
+    UploadedImage,
+    Uploads,
+    check_mask,
+    check_upload,
+    checked_aside,
+)
 
 QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
@@ -48,7 +55,7 @@ def add_images(app: FastAPI, service: ImageService) -> None:
         form = await read_form(request, limits.form_bytes)
         form.check_files(*IMAGES, MASK)
         wanted = parse_edit(dict(form.values))
-        uploads = await asyncio.to_thread(_uploads_of, form)
+        uploads = await checked_aside(_uploads_of, form)
         return await _answer(service, request, wanted, uploads, EDIT, form.digest())
 
 

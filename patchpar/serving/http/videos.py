@@ -16,7 +16,7 @@ from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import Uploads, check_upload
+from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
 from patchpar.serving.video_files import StoredVideo
 from patchpar.serving.video_request import VideoRequest, parse_video, parse_video_form
 
@@ -111,6 +111,7 @@ async def _created(service: ImageService, request: Request, *, is_kept: bool = T
         uploads=uploads,
         key=request.headers.get("idempotency-key", "")[:256] if is_kept else "",
         digest=digest,
+        is_awaited=not is_kept,
     )
     return await asyncio.to_thread(keep, service, later)
 
@@ -126,7 +127,7 @@ async def _read(service: ImageService, request: Request) -> tuple[VideoRequest, 
     files = form.files.get(REFERENCE, ())
     if len(files) > 1:
         raise RequestError(f"{len(files)} files: send one", param=REFERENCE)
-    images = [await asyncio.to_thread(check_upload, data, REFERENCE) for data in files]
+    images = [await checked_aside(check_upload, data, REFERENCE) for data in files]
     return wanted, Uploads(images=tuple(images)), form.digest()
 
 
