@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from patchpar.errors import PatchparError, WorkerDied, WorkerHung
+from patchpar.errors import LaunchError, PatchparError, WorkerDied, WorkerError, WorkerHung
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 log = logging.getLogger(__name__)
@@ -234,8 +234,9 @@ class Job:
         if isinstance(error, Cancelled):
             self._end_with(self._reason, state="cancelled")
             return
-        if not isinstance(error, PatchparError):
-            log.exception("a job failed")
+        is_of_server = self.is_urgent and isinstance(error, (WorkerError, LaunchError))  # nobody else hears of it
+        if is_of_server or not isinstance(error, PatchparError):
+            log.error("a job failed", exc_info=error)
         self._end_with(error, state="failed", error=job_error_message(error))
 
     def _wait_again(self) -> None:

@@ -175,7 +175,7 @@ class KeptJobs:
                 return None
             if found[1] != digest:
                 reason = "Idempotency-Key: another request has used it: use a new one"
-                raise RequestError(reason, status=409, code="idempotency_conflict")
+                raise RequestError(reason, status=409, code="idempotency_conflict", is_final=True)
             return self._jobs[found[0]]
 
     def restore(self, kept: KeptJob) -> None:

@@ -206,3 +206,10 @@ def test_a_result_that_is_awaited_is_there_whatever_the_limit(is_awaited: bool) 
     for each in found:
         kept.delete(each)
     assert kept.close() == []
+
+
+def test_long_keys_are_refused(client: Any) -> None:
+    """Two that begin alike would be taken for one."""
+    sent = [client.post(LATER, json=BODY, headers={"Idempotency-Key": "k" * 256 + end}) for end in ("", "a")]
+    assert [each.status_code for each in sent] == [202, 400]
+    assert "at most 256" in sent[1].json()["error"]["message"]

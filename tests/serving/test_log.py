@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from starlette.requests import ClientDisconnect
 
-from patchpar.errors import WorkerDied, WorkerError
+from patchpar.errors import LaunchError, WorkerDied, WorkerError
 from patchpar.serving.http.application import application
 from patchpar.serving.http.image_socket import PATH as SOCKET
 from patchpar.serving.http.job_outcome import outcome_of
@@ -69,6 +69,19 @@ def test_of_an_image_of_a_socket(caplog: pytest.LogCaptureFixture) -> None:
         socket.send_bytes(file.getvalue())
         assert_in_log(caplog, socket.receive_json()["error"]["message"])
     service.close()
+
+
+def test_of_workers_that_cannot_be_started_again(
+    service: ImageService, fake: FakeGenerator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request waits for that, so that nobody would be told."""
+
+    def fails(job: Job) -> None:
+        raise LaunchError("the reason")
+
+    monkeypatch.setattr(fake, "repair", fails)
+    service._repair(1)
+    until(lambda: any("the reason" in str(each.exc_info) for each in caplog.records), "the log")
 
 
 def test_clients_that_have_gone_are_not_in_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ def _cancellation_of(error: Cancelled) -> RequestError:
             f"the server is ending; when it is started again, it goes on with this request as {error.name}: "
             f"GET /v1/{kind}/{error.name}"
         )
-        return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS)
+        return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS, is_final=True)
     if isinstance(error, ServerEnding):
         reason = "the server is ending, and this request did not finish"
         return RequestError(reason, status=503, code="draining", retry_after=1)
@@ -65,4 +65,4 @@ def _failure_of(error: Exception, request_id: str) -> RequestError:
         return RequestError(reason, status=503, code="workers_unavailable", retry_after=RESTART_SECONDS)
     kind = "" if isinstance(error, PatchparError) else f" with {type(error).__name__}"
     reason = f"generation failed{kind}; the server's log says where ({request_id})"
-    return RequestError(reason, status=500, code="failed")
+    return RequestError(reason, status=500, code="failed", is_final=True)

@@ -15,7 +15,7 @@ from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import events_of
 from patchpar.serving.http.job_outcome import outcome_of, submitted
 from patchpar.serving.http.jobs import job_view
-from patchpar.serving.http.request_body import FormBody, read_body, read_form
+from patchpar.serving.http.request_body import FormBody, idempotency_key_of, read_body, read_form
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
 from patchpar.serving.job_source import QueuedImages
@@ -88,7 +88,7 @@ def _later(
         wanted=wanted,
         owner=owner_of(request),
         uploads=uploads,
-        key=request.headers.get("idempotency-key", "")[:256],
+        key=idempotency_key_of(request),
         digest=digest,
     )
     return JSONResponse(

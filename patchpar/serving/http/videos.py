@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.job_outcome import until_ended
 from patchpar.serving.http.jobs import page_of
-from patchpar.serving.http.request_body import FORM, kind_of, read_body, read_form
+from patchpar.serving.http.request_body import FORM, idempotency_key_of, kind_of, read_body, read_form
 from patchpar.serving.http.video_view import video_view
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.kept_requests import LaterRequest, keep
@@ -109,7 +109,7 @@ async def _created(service: ImageService, request: Request, *, is_kept: bool = T
         wanted=wanted,
         owner=owner_of(request),
         uploads=uploads,
-        key=request.headers.get("idempotency-key", "")[:256] if is_kept else "",
+        key=idempotency_key_of(request) if is_kept else "",
         digest=digest,
         is_awaited=not is_kept,
     )
