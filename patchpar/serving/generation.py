@@ -21,7 +21,6 @@ from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.pipeline import ParallelPipeline
-from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
 from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated, image_of
@@ -180,7 +179,6 @@ class ImageGenerator:
         """
         plan = call.plan_of(self.served)
         kept = job.kept = job.kept or UnfinishedCall()
-        runs: list[Run] = []
         tokens = self._tokens(call.arguments["prompt"])
         with self.ranks.taken(self._count(job, plan)) as ranks:
             for number in range(len(kept.done), call.count):
@@ -198,7 +196,7 @@ class ImageGenerator:
                 made = self._made(job, call, call.seeds[number], plan, ranks, previews=previews)
                 image = image_of(made.output)
                 latents.fit(image)
-                runs.append(made.run)
+                kept.runs.append(made.run)
                 kept.finish(
                     CompletedImage(
                         image_index=number,
@@ -209,7 +207,7 @@ class ImageGenerator:
                     )
                 )
                 job.send(kept.done[-1])
-        return generated(kept.done, runs)
+        return generated(kept.done, kept.runs)
 
     def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
         """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""

@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from patchpar.errors import PatchparError
 from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.report import Run
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.serving.partial_images import CompletedImage, PartialImages
 
@@ -18,6 +19,8 @@ class UnfinishedCall:
     def __init__(self, done: tuple[CompletedImage, ...] = (), suspended: SuspendedCall | None = None) -> None:
         self.done = list(done)
         self.suspended = suspended
+        self.runs: list[Run] = []
+        """Statistics of the calls of this process that have made finished images, also before it was suspended."""
         self._lock = threading.Lock()
         self.partial = 0, 0
         """Of the next image: the last step whose latents have come, and how many partial images were sent."""
