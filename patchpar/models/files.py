@@ -94,8 +94,19 @@ def resolve_model(
         shipped = ", ".join(repr(name) for name in EMBEDDED)
         ways = f"a folder with model_index.json, a hub name such as org/model, or one of {shipped}"
         what = "is a file, and so no model" if path.is_file() else "is no model, and no such folder is here"
-        raise PlanError(f"{str(model)!r} {what}: give {ways}")
+        raise PlanError(f"{str(model)!r} {what}: {_way_of_a_file(path)}give {ways}")
     return model, options, None
+
+
+def _way_of_a_file(path: Path) -> str:
+    """Return how to use weights in one file, which do not say of what pipeline they are; empty for anything else."""
+    if path.suffix not in (".safetensors", ".gguf"):
+        return ""
+    return (
+        "load it in Python with from_single_file of its class in diffusers, and give a pipeline to "
+        "ParallelPipeline(pipe), a network to from_pretrained(model, transformer=network); save_pretrained makes a "
+        "folder of a pipeline. Or "
+    )
 
 
 def _whole(model: str | Path) -> Path:

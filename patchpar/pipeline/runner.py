@@ -121,7 +121,7 @@ class PipelineRunner:
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = done_or_undone(self.pipe, name, lambda: method(*args, **kwargs))
+        result = done_or_undone(self.pipe, name, method, args, kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))

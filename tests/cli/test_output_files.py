@@ -116,6 +116,26 @@ def test_a_reader_that_has_ended_is_no_error(capsys: pytest.CaptureFixture[str],
     assert "Broken pipe" in capsys.readouterr().err, "of a pipe that is not stdout"
 
 
+@pytest.mark.parametrize(
+    ("error", "has_way_out"),
+    [
+        (MemoryError("no bytes are left"), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 20 GiB."), True),
+        (RuntimeError("no kernel image"), False),
+    ],
+    ids=["host", "device", "another"],
+)
+def test_too_little_memory_in_this_process_is_said_with_a_way_out(
+    error: Exception, has_way_out: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One device computes here, whose error is not of ours; one of a worker has what is free as well."""
+    with pytest.raises(typer.Exit), friendly_errors(debug=False):
+        raise error
+    text = capsys.readouterr().err
+    assert str(error).rstrip(".") in text
+    assert ("weights=hosted" in text) is has_way_out
+
+
 @pytest.mark.breadth
 def test_output_into_head() -> None:
     """Daily above, without a process."""
