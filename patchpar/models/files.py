@@ -85,7 +85,7 @@ def resolve_model(
         model = embedded_model(str(model))
     if options.get("cache_dir") is not None:
         options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
-    path = _whole(model)
+    path = path_of(model).absolute()
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"))
         refuse_code(path, options, besides=besides)
@@ -109,12 +109,14 @@ def _way_of_a_file(path: Path) -> str:
     )
 
 
-def _whole(model: str | Path) -> Path:
+def path_of(text: str | Path) -> Path:
+    """Return a path, `~` expanded. Raises PlanError for one that cannot be: too long, or of an unknown user."""
     try:
-        path = Path(model).expanduser().absolute()
+        path = Path(text).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
-        raise PlanError(f"{str(model)!r:.200} is no valid path: {error}") from error
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PlanError(f"{str(text)!r:.200} is no valid path: {why}") from error
     return path
 
 

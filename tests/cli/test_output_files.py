@@ -68,6 +68,29 @@ def test_a_name_that_no_file_can_have(
     assert fake.opened == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "a fox", "-o", "x.png", "--trace", "./x.png"),
+        ("upscale", "small.png", "-o", "x.png", "--trace", "link.png"),
+        ("video", "a fox", "--model", "m", "-o", "x.mp4", "--trace", "x.mp4"),
+        ("stream", "-o", "x.mp4", "--record", "x.mp4"),
+        ("compare", "a fox", "-o", "x.png", "--trace", "x-single.png"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_two_outputs_are_two_files(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """The second would take the place of the first without a word."""
+    monkeypatch.chdir(tmp_path)
+    noise(8).save("small.png")
+    Path("link.png").symlink_to("x.png")
+    result = run(*words)
+    assert (result.exit_code, "two outputs would be" in result.stderr) == (2, True), result.output
+    assert fake.opened == []
+
+
 def test_a_full_disk_is_seen_before_the_run(
     fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ class BenchRunner:
     ) -> BenchResult:
         """Measure what the file does not have. A plan that this model cannot have is refused, and the others go on.
 
-        Raises PlanError for a call that one process cannot make either, and what a rank raises.
+        Raises what a rank raises.
         """
         keys = {
             plan: [self._key(setting, prompt, plan) for setting in settings for prompt in prompts] for plan in plans
