@@ -31,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/installed
 	$(BIN)/patchpar generate "$(PROMPT)" --devices 2 --output demo.png
-	@echo "Look at demo.png. Next: make app, a page in the browser to generate, compare and stream."
+	@echo "Look at demo.png. Next: make app, a page in the browser; or $(BIN)/patchpar --help, the command line."
 
 app: $(VENV)/installed-app
 	$(BIN)/patchpar app

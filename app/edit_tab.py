@@ -14,7 +14,7 @@ from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
 from .loras import loras_of
 from .mask_editor import mask_editor
-from .requests import MAX_PROMPT, MAX_STEPS, MIN_SIDE
+from .requests import MAX_STEPS, MIN_SIDE
 from .state import AppState
 
 HINT = "Choose an image. What you paint over is generated anew; without paint all of it is."
@@ -88,8 +88,8 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list
 
 def _fields(forms: Forms) -> list[Any]:
     """Longer side, strength, prompt, negative prompt, steps, guidance scale, seed."""
-    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=MAX_PROMPT)
-    negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
+    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2)
+    negative = gr.Textbox(label="Negative prompt", max_lines=2)
     with gr.Row():
         side = forms.add(
             gr.Slider,

@@ -13,7 +13,7 @@ from . import html
 from .defaults import Defaults
 from .handler_errors import reports_errors
 from .loras import loras_of
-from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, MIN_SIDE, GenerateRequest
+from .requests import MAX_SEED, MAX_STEPS, MIN_SIDE, GenerateRequest
 from .sizes import RATIOS, size_of_ratio, unit_of
 
 CAPTIONS = (
@@ -93,8 +93,8 @@ class Forms:
 
 def image_fields(forms: Forms, *, times: int = 1, max_steps: int = MAX_STEPS) -> Fields:
     """Add the fields. Initial size: `times` the model's own; initial steps: the model's, at most `max_steps`."""
-    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=MAX_PROMPT, submit_btn=False)
-    negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
+    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, submit_btn=False)
+    negative = gr.Textbox(label="Negative prompt", max_lines=2)
     sliding = partial(forms.add, gr.Slider, min_width=200)
     with gr.Row():
         width = sliding(lambda each: {"value": times * each.width, **_sides(each)}, label="Width")

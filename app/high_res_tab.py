@@ -14,7 +14,7 @@ from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
 from .limits import read_image
 from .loras import loras_of
-from .requests import MAX_PROMPT, MAX_SEED, MAX_STEPS, GenerateRequest
+from .requests import MAX_SEED, MAX_STEPS, GenerateRequest
 from .state import AppState
 
 EXPLAINED = (
@@ -153,7 +153,7 @@ class _UpscaleFields:
     def __init__(self) -> None:
         gr.HTML(html.notice(AGAIN_EXPLAINED))
         image = uploaded("Image", sources=["upload", "clipboard"], elem_id="upscale-image", height=220)
-        prompt = gr.Textbox(label="Prompt", placeholder=CAPTIONS[0], max_lines=2, max_length=MAX_PROMPT)
+        prompt = gr.Textbox(label="Prompt", placeholder=CAPTIONS[0], max_lines=2)
         with gr.Row():
             scale = gr.Slider(1.25, MAX_SCALE, 2, step=0.25, label="Scale", min_width=200)
             strength = gr.Slider(0.05, 0.95, 0.35, step=0.05, label="Strength (1: ignore the input)", min_width=200)

@@ -6,6 +6,8 @@
 
 This is the text chunk `parameters` of AUTOMATIC1111's web UI, which ComfyUI imports as well. The line of the negative
 prompt is there without one too: for ComfyUI it is the end of the prompt.
+
+The web UI has its LoRAs in the prompt, as <lora:ink:0.8>, which diffusers would read as words.
 """
 
 import json
@@ -29,7 +31,11 @@ LORAS = "LoRA"
 NEGATIVE = "\nNegative prompt:"
 SETTINGS = "\nSteps: "
 SETTING = re.compile(r'(?:\A|(?<=,))([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)')  # in linear time
+WHOLE = re.compile(r"-?[0-9]{1,20}")
 SIZE = re.compile(r"(\d{1,9})\s*x\s*(\d{1,9})")
+TAG = re.compile(r"<lora:([^:<>]+):?([^:<>]*)[^<>]*>")  # in linear time
+GRAPHS = ("prompt", "workflow")  # chunks of ComfyUI
+OWN = ("Version", "patchpar")
 NAMES = {"Steps": "steps", "CFG scale": "guidance", "Seed": "seed"}
 MAX_TEXT = 64 * 1024  # characters; nodes of other programs take more, and are in chunks of their own
 
@@ -72,7 +78,10 @@ def request_of(text: str) -> GenerateRequest:
         raise PlanError(f"{FILE} has parameters without steps, so not those of one image: {text[:80]!r}")
     before, has_negative, negative = written.rpartition(NEGATIVE)
     prompt, negative = (before, negative.strip()) if has_negative else (negative, "")
-    return GenerateRequest.of(prompt=prompt, negative=negative, **_settings_in(SETTINGS + line))
+    settings = _settings_in(SETTINGS + line)
+    if OWN not in settings.items():
+        prompt = TAG.sub("", prompt).strip()
+    return GenerateRequest.of(prompt=prompt, negative=negative, **_arguments(settings))
 
 
 def loras_in(path: str | Path) -> str:
@@ -80,14 +89,21 @@ def loras_in(path: str | Path) -> str:
 
     Raises PlanError, as `read_parameters` does.
     """
-    line = SETTINGS + _text_in(path).rpartition(SETTINGS)[2]
-    found = {name.strip(): value.strip() for name, value in SETTING.findall(line)}.get(LORAS, "")
+    prompt, _, line = _text_in(path).rpartition(SETTINGS)
+    settings = _settings_in(SETTINGS + line)
+    if OWN not in settings.items():
+        return ", ".join(f"{name.strip()}:{weight or 1}" for name, weight in TAG.findall(prompt))
+    found = settings.get(LORAS, "")
     return str(json.loads(found)) if found.startswith('"') else found
 
 
-def _settings_in(line: str) -> dict[str, Any]:
-    """Arguments of a request in the line of settings. Raises PlanError for a number that is none."""
-    found = {name.strip(): value.strip() for name, value in SETTING.findall(line)}
+def _settings_in(line: str) -> dict[str, str]:
+    """Names and values in the line of settings."""
+    return {name.strip(): value.strip() for name, value in SETTING.findall(line)}
+
+
+def _arguments(found: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of a request in the settings. Raises PlanError for a number that is none."""
     arguments = {own: _number(name, found[name]) for name, own in NAMES.items() if name in found}
     if "Size" in found:
         size = SIZE.fullmatch(found["Size"])
@@ -99,7 +115,7 @@ def _settings_in(line: str) -> dict[str, Any]:
 
 def _number(name: str, text: str) -> float:
     try:
-        return float(text)
+        return int(text) if WHOLE.fullmatch(text) else float(text)  # seeds of others have up to 20 digits
     except ValueError as error:
         raise PlanError(f"{FILE} gives {name} as {text!r}, which is no number") from error
 
@@ -108,9 +124,11 @@ def _text_in(path: str | Path) -> str:
     """The text chunk of a PNG file; pixels are not decoded. Raises PlanError."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
-            text = image.info.get(CHUNK)
+            text, has_graph = image.info.get(CHUNK), any(name in image.info for name in GRAPHS)
     except (OSError, ValueError, SyntaxError, struct.error, zlib.error, Image.DecompressionBombError) as error:
         raise PlanError(f"{FILE} cannot be read as a PNG image, which is where parameters are kept") from error
+    if not isinstance(text, str) and has_graph:
+        raise PlanError(f"{FILE} has a graph of ComfyUI and no parameters: save it there by a node that writes them")
     if not isinstance(text, str):
         raise PlanError(f"{FILE} has no parameters: it was not generated here, or was saved without them")
     if len(text) > MAX_TEXT:

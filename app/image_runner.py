@@ -16,7 +16,7 @@ from .job_queue import Job
 from .loras import LoadedLoras, text_of
 from .presets import Preset
 from .requests import GenerateRequest
-from .workers import AppWorkers
+from .workers import AppConfig, AppWorkers
 
 READY_STEPS = 4  # of the first image, which loads and verifies the model and fits the preview
 
@@ -51,14 +51,24 @@ class ImageJobRunner:
         self.workers = workers
         self.colours, self._loras = ColourMap(), LoadedLoras()
 
-    def forget_colours(self) -> None:
-        """Another model has been loaded, whose latents have other colours."""
-        self.colours = ColourMap()
+    def change_model(self, job: Job, setup: AppConfig) -> None:
+        """Load another model and generate with it once; the first one comes back if that fails or is cancelled.
+
+        Raises PlanError, LaunchError, Cancelled, and what the pipeline raises.
+        """
+        job.check()
+        colours, self.colours = self.colours, ColourMap()  # its latents have other colours
+        try:
+            self.workers.change(setup, lambda: self.prepare(job))
+        except BaseException:
+            self.colours = colours
+            raise
 
     def prepare(self, job: Job) -> None:
         """Start the workers and generate once, so that the first real image is as fast as later ones."""
         job.show(note="starting the workers and loading the model")
         pipe = self.workers.image_pipeline(self.workers.presets[0])
+        job.check()
         job.show(note="verifying the split model against the plain one", steps=READY_STEPS)
         arguments = {"prompt": ANY_PROMPT, "num_inference_steps": READY_STEPS}
         self._call(pipe, arguments, job, RunOptions(title="warming up", traced=False))

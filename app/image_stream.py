@@ -15,7 +15,7 @@ from .feeds import ImageFeed
 from .job_queue import Job
 from .limits import read_image
 from .noise_walk import NoiseWalk
-from .requests import MAX_PROMPT, GenerateRequest
+from .requests import MAX_PROMPT, GenerateRequest, check_text
 from .saved_video import SavedVideo
 from .video_file import MAX_FRAME_PIXELS, MAX_RATE, VideoFile
 from .workers import AppWorkers
@@ -88,6 +88,7 @@ class StreamControls:
         """Change the prompt. Raises PlanError."""
         if not prompt.strip() or len(prompt) > MAX_PROMPT:
             raise PlanError(f"a prompt has 1 to {MAX_PROMPT} characters, not {len(prompt.strip())}")
+        check_text("prompt", prompt)
         with self.lock:
             self.prompt = prompt
 

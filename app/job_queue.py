@@ -75,6 +75,11 @@ class JobQueue(WorkQueue):
         with self._changed:
             return [*self._page(owner).job_queue]
 
+    def forget(self, owner: str, kind: str) -> None:
+        """The page's last job of this kind is of no interest any more."""
+        with self._changed:
+            self._page(owner).job_queue.pop(kind, None)
+
     def store(self, owner: str, name: str, value: Any) -> None:
         """Store a value for a page; the least recent pages are dropped beyond MAX_PAGES."""
         with self._changed:
@@ -114,7 +119,7 @@ class JobQueue(WorkQueue):
     def _give_up(self, owner: str) -> None:
         """Cancel the job of a page that has not reconnected."""
         with self._changed:
-            if self._page(owner).leaving is not None:  # it may have reconnected just now
+            if self._page(owner).leaving is threading.current_thread():  # it may have reconnected, and left, just now
                 self.cancel(owner)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:

@@ -5,12 +5,15 @@ from typing import Any, ClassVar
 
 import gradio as gr
 
+from patchpar import PlanError
+
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
 from .job_updates import updates_of
 from .state import AppState
 
 Show = Callable[[JobView | None], Any]
+UNKNOWN_PAGE = "the server does not know this page: it was started again, or has not heard of it for an hour. Reload it"
 
 
 class JobTab:
@@ -24,7 +27,9 @@ class JobTab:
         """The page was reloaded: its last job of this tab."""
 
     def _queue(self, owner: str, work: Callable[[Job], Any]) -> Job:
-        """Queue a job of this tab. Raises PlanError."""
+        """Queue a job of this tab. Raises PlanError, also for a page that has lost its name, as any other would."""
+        if not owner:
+            raise PlanError(UNKNOWN_PAGE)
         return self._state.job_queue.submit(owner, self.kind, work)
 
     def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:

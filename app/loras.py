@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from patchpar import PlanError
-from patchpar.models.adapters import check_source
+from patchpar.models.adapters import SUFFIX, check_source
 from patchpar.plan.scalars import is_number
 from patchpar.serving.lora_registry import METHOD, RegisteredLora
 
@@ -72,6 +72,7 @@ def _lora(number: int, source: str, weight: Any) -> RegisteredLora:
 
 
 def _modified(source: str) -> int:
-    """When a file was written last, in nanoseconds; 0 for a hub name. It is loaded again after that."""
+    """When a file, or one of a folder, was written last, in nanoseconds; 0 for a hub name. It is loaded again then."""
     path = Path(source).expanduser()
-    return path.stat().st_mtime_ns if path.exists() else 0
+    files = path.glob(f"*{SUFFIX}") if path.is_dir() else [path]
+    return max((file.stat().st_mtime_ns for file in files if file.exists()), default=0)

@@ -17,7 +17,7 @@ from .job_updates import updates_of
 from .lora_fields import lora_fields
 from .model_chooser import ModelChooser, heading
 from .sessions import PAGE_NAME_JS
-from .state import AppState
+from .state import PREPARE, AppState
 
 STYLE = Path(__file__).with_name("style.css")
 YES = "yes"
@@ -76,14 +76,15 @@ def build(state: AppState) -> gr.Blocks:
             with gr.Tab("Timeline") as update:
                 timeline, lanes = timeline_tab.build(state, owner)
             with gr.Tab("Plan") as planned:
-                plan, plan_inputs, plan_outputs = plan_tab.build(state, owner, forms)
+                plan, plan_inputs, plan_outputs, machine = plan_tab.build(state, owner, forms)
         first.select(image[0].history.refresh, owner, image[1][-HISTORY_OUTPUTS:], show_progress="hidden")
         update.select(timeline.refresh, owner, lanes, show_progress="hidden")
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
-        if chooser is not None:
-            chooser.connect(page, owner, title)
         connected = _welcome(page, state, [page_name], [owner, found])
-        _resume(connected, owner, found, (image, edited, pair, high_res, *videos, stream))
+        models = [] if chooser is None else [(chooser, chooser.connect(page, owner, title))]
+        resumed = _resume(connected, owner, found, (image, edited, pair, high_res, *videos, stream, machine, *models))
+        if chooser is not None:
+            chooser.fill_after(resumed[-1])
         _follow_loading(page, state, forms, ready, has_others)
     return page
 
@@ -115,8 +116,8 @@ def _welcome(page: gr.Blocks, state: AppState, named: list[Any], filled: list[An
     return page.load(connect, named, filled, js=PAGE_NAME_JS, show_progress="hidden")
 
 
-def _resume(connected: Any, owner: gr.State, found: gr.Textbox, tabs: tuple[Any, ...]) -> None:
-    """Tabs get their last jobs back, and only those that have one are filled.
+def _resume(connected: Any, owner: gr.State, found: gr.Textbox, tabs: tuple[Any, ...]) -> list[Any]:
+    """Tabs get their last jobs back, and only those that have one are filled. Returns the events that do it.
 
     With each message of a job the browser updates all that an event of the page has ever filled. An event without a
     handler on the server does not count.
@@ -131,8 +132,10 @@ def _resume(connected: Any, owner: gr.State, found: gr.Textbox, tabs: tuple[Any,
     kinds, numbers = json.dumps([tab.kind for tab, _ in tabs]), json.dumps([number for number, _ in starts])
     js = OPENING_JS.replace("KINDS", kinds).replace("BUTTONS", numbers)
     connected.then(None, found, [*(each for _, each in starts), *has_job], js=js, show_progress="hidden")
-    for box, (tab, filled) in zip(has_job, tabs, strict=True):
+    return [
         box.change(tab.resume, owner, filled, show_progress="hidden")
+        for box, (tab, filled) in zip(has_job, tabs, strict=True)
+    ]
 
 
 def _follow_loading(page: gr.Blocks, state: AppState, forms: Forms, ready: gr.HTML, has_others: gr.Textbox) -> None:
@@ -165,7 +168,7 @@ class _Readiness:
     @reports_errors(html.failure)
     async def show(self) -> AsyncIterator[Any]:
         """A status line until the workers are ready, then nothing."""
-        async for line in updates_of(self._state.job_queue.job_of("", "prepare"), _ready):
+        async for line in updates_of(self._state.job_queue.job_of("", PREPARE), _ready):
             yield line
 
 

@@ -80,8 +80,8 @@ class MachinePanel(JobTab):
         async for update in self._updates(owner, self.submit(owner, (machine or "").strip(), call, as_whole(steps))):
             yield update
 
-    def build(self, owner: gr.State, forms: Forms, fields: list[Any]) -> None:
-        """Add the machine, the steps, the buttons and the table."""
+    def build(self, owner: gr.State, forms: Forms, fields: list[Any]) -> list[Any]:
+        """Add the machine, the steps, the buttons and the table. Returns the outputs of `resume`."""
         with gr.Row(equal_height=True):
             machine = gr.Dropdown(
                 [*MACHINES], value=MACHINES[1], allow_custom_value=True, label="Machine", min_width=200, scale=3
@@ -93,6 +93,7 @@ class MachinePanel(JobTab):
         filled = [table, start, cancel]
         start.click(self.forecast, [owner, machine, steps, *fields], filled, show_progress="hidden")
         cancel.click(reports_errors()(self._state.job_queue.cancel), owner, None, show_progress="hidden")
+        return filled
 
 
 def call_of(devices: Any, width: Any, height: Any, guided: Any, prompts: Any) -> CallToPlan:
@@ -109,8 +110,10 @@ def show_machine(view: JobView | None) -> str:
     return html.table(HEAD, found.rows, marked=0) + html.notice(found.note)
 
 
-def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
-    """Build the tab. Returns it, and the inputs and outputs of `show`."""
+def build(
+    state: AppState, owner: gr.State, forms: Forms
+) -> tuple[PlanTab, list[Any], list[Any], tuple[MachinePanel, list[Any]]]:
+    """Build the tab. Returns it, the inputs and outputs of `show`, and the panel with the outputs of its `resume`."""
     tab = PlanTab(state)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
@@ -129,7 +132,8 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list
             summary = gr.HTML(html.notice("Plans of the loaded model for these devices."), elem_id="plan-summary")
             diagram = gr.HTML(elem_id="plan-diagram")
     table = gr.HTML(elem_id="plan-table")
-    MachinePanel(state).build(owner, forms, [width, height, guided])
+    panel = MachinePanel(state)
+    resumed = panel.build(owner, forms, [width, height, guided])
     with gr.Accordion("A slower link", open=False):
         with gr.Row():
             latency = gr.Number(0.05, label="Latency, milliseconds", minimum=0)
@@ -139,4 +143,4 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list
     given, filled = [devices, width, height, guided, prompts], [summary, diagram, table]
     start.click(tab.show, given, filled, show_progress="hidden")
     estimate_link.click(tab.estimate_link, [owner, latency, rate], estimate, show_progress="hidden")
-    return tab, given, filled
+    return tab, given, filled, (panel, resumed)

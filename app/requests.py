@@ -1,5 +1,6 @@
 """Requests of a page, checked before they are queued, so that errors are reported at once."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ MAX_STEPS = 150
 MAX_PIXELS = 4096 * 4096
 MIN_SIDE = 64
 MAX_SEED = 2**53 - 1  # numbers in JavaScript are exact up to here
+HALF = re.compile("[\ud800-\udfff]")  # of an emoji that was cut in two
 WHOLE = ("height", "width", "steps", "seed")
 
 
@@ -29,11 +31,8 @@ class GenerateRequest:
     loras: tuple[RegisteredLora, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, text in (("prompt", self.prompt), ("negative prompt", self.negative)):
-            if not isinstance(text, str):
-                raise PlanError(f"the {what} is a {type(text).__name__}: give a text")
-            if len(text) > MAX_PROMPT:
-                raise PlanError(f"the {what} has {len(text)} characters: at most {MAX_PROMPT}")
+        check_text("prompt", self.prompt)
+        check_text("negative prompt", self.negative)
         if not self.prompt.strip():
             raise PlanError("there is no prompt: describe the image")
         check_whole("steps", self.steps, 1, MAX_STEPS)
@@ -56,8 +55,14 @@ class GenerateRequest:
         return cls(**{**fields, **whole})
 
     def arguments(self, known: Any) -> dict[str, Any]:
-        """Arguments of the pipeline's call. `known`: names of the arguments that it takes."""
+        """Arguments of the pipeline's call. `known`: names of the arguments that it takes.
+
+        Raises PlanError for a negative prompt that it does not take: without it the image would be another one.
+        """
         from torch import Generator
+
+        if self.negative and "negative_prompt" not in known:
+            raise PlanError("this model takes no negative prompt: leave that field empty")
 
         arguments = {
             "prompt": self.prompt,
@@ -69,6 +74,16 @@ class GenerateRequest:
         usable = {name: value for name, value in arguments.items() if value is not None and name in known}
         generator = Generator("cpu").manual_seed(self.seed)
         return {**usable, "num_inference_steps": self.steps, "generator": generator}
+
+
+def check_text(what: str, text: Any) -> None:
+    """Raise PlanError unless it is a text of MAX_PROMPT characters at most that can be written to a file."""
+    if not isinstance(text, str):
+        raise PlanError(f"the {what} is a {type(text).__name__}: give a text")
+    if len(text) > MAX_PROMPT:
+        raise PlanError(f"the {what} has {len(text)} characters: at most {MAX_PROMPT}")
+    if half := HALF.search(text):
+        raise PlanError(f"the {what} has half a character at place {half.start() + 1}: delete it, or write it again")
 
 
 def as_whole(value: Any) -> Any:

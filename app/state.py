@@ -17,6 +17,7 @@ from .requests import GenerateRequest
 from .sessions import PageSessions
 from .workers import AppConfig, AppWorkers
 
+PREPARE = "prepare"  # kind of the first job, which belongs to no page
 HOUR = 3600.0  # seconds that a page's files are kept
 
 
@@ -49,7 +50,7 @@ class AppState:
 
     def prepare(self) -> None:
         """Generate once, so that the first real image is as fast as later ones."""
-        self.job_queue.submit("", "prepare", self.image_runner.prepare)
+        self.job_queue.submit("", PREPARE, self.image_runner.prepare)
 
     def folder_of(self, owner: str) -> Path:
         """Folder of a page's files. Files of any page older than an hour are deleted."""

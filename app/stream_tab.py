@@ -20,7 +20,6 @@ from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
 from .job_updates import updates_of
 from .limits import read_audio_file, read_image
-from .requests import MAX_PROMPT
 from .saved_video import NAME, SavedVideo
 from .state import AppState
 from .talking_face import MAX_SECONDS, TalkingFaceJob, TalkingFaceRequest
@@ -234,7 +233,7 @@ class _FaceFields:
         has_face = face is not None
         gr.HTML(html.notice(NO_FACE), visible=not has_face)
         with gr.Column(visible=has_face):
-            prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=MAX_PROMPT)
+            prompt = gr.Textbox(label="Prompt", max_lines=2)
             is_live = gr.Checkbox(label="Talk to it: a microphone, while the face talks", elem_id="stream-listen")
             audio = gr.Audio(label="Audio", sources=["upload", "microphone"], type="filepath")
             if face in EMBEDDED:

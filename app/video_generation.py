@@ -10,7 +10,7 @@ from patchpar.stream.web.video_file import frames_of, write_video
 from .image_runner import ImageJobRunner, RunOptions
 from .job_queue import Job
 from .presets import Preset
-from .requests import MAX_PIXELS, MAX_PROMPT, MAX_SEED, MAX_STEPS, MIN_SIDE, as_whole, check_whole
+from .requests import MAX_PIXELS, MAX_SEED, MAX_STEPS, MIN_SIDE, as_whole, check_text, check_whole
 
 NAME = "video.mp4"
 MAX_FRAMES = 1024
@@ -57,9 +57,8 @@ class VideoJobRequest:
             raise PlanError("there is no video model: give a folder, or a name of the hub")
         if not self.prompt.strip():
             raise PlanError("there is no prompt: describe the video")
-        for what, text in (("prompt", self.prompt), ("negative prompt", self.negative or "")):
-            if len(text) > MAX_PROMPT:
-                raise PlanError(f"the {what} has {len(text)} characters: at most {MAX_PROMPT}")
+        check_text("prompt", self.prompt)
+        check_text("negative prompt", self.negative or "")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

@@ -12,7 +12,6 @@ from .handler_errors import reports_errors
 from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
 from .presets import Preset, preset_or_plan
-from .requests import MAX_PROMPT
 from .state import AppState
 from .video_generation import VideoJobRequest, VideoJobResult, generate_video
 
@@ -95,8 +94,8 @@ def build(state: AppState, owner: gr.State) -> tuple[VideoTab, list[Any]]:
 def _fields() -> list[Any]:
     """Components in the order of NAMES."""
     model = gr.Textbox(label="Video model", placeholder="a folder, or org/name", max_lines=1, elem_id="video-model")
-    prompt = gr.Textbox(label="Prompt", lines=2, max_length=MAX_PROMPT)
-    negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=MAX_PROMPT)
+    prompt = gr.Textbox(label="Prompt", lines=2)
+    negative = gr.Textbox(label="Negative prompt", max_lines=2)
     with gr.Row():
         width, height = (gr.Number(0, label=each, precision=0, min_width=120) for each in ("Width", "Height"))
     with gr.Row():

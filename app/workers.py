@@ -94,17 +94,17 @@ class AppWorkers:
         setup.check(task)
         return setup
 
-    def change(self, setup: AppConfig) -> None:
-        """Load another model in place of the one that is open, which comes back at its next use if that fails.
+    def change(self, setup: AppConfig, load: Callable[[], object]) -> None:
+        """Let `load` open another model in place of the one that is open.
 
-        Raises PlanError, LaunchError.
+        Raises what `load` raises; the first one then comes back at its next use.
         """
         before, known = self.setup, self._model
         self.close()
         gc.collect()
         self.setup, self._model = setup, None
         try:
-            self.image_pipeline()
+            load()
         except BaseException:
             self.close()
             self.setup, self._model = before, known

@@ -12,7 +12,7 @@ PatchparError
 ├── ReplayMismatch                a suspended call cannot go on here from where it was
 ├── LaunchError                   workers could not be started, or could not load the model
 └── WorkerError                   an exception in a worker
-    ├── WorkerDied                its process ended
+    ├── WorkerDied                its process ended, or its device failed
     ├── WorkerHung                it missed the deadline
     ├── WorkerOutOfMemory         its device has too little memory for the call
     └── RetriesExhausted          a job was made again as often as it may be, and has lost a worker each time
@@ -79,7 +79,7 @@ class WorkerError(PatchparError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended before it had finished."""
+    """A worker process ended before it had finished, or was ended, since its device has failed."""
 
 
 class WorkerHung(WorkerError):

@@ -344,6 +344,52 @@ def prints(source: str) -> bool:
     return any(isinstance(call, ast.Name) and call.id == "print" for call in calls)
 
 
+ONLY_ON_POSIX = {
+    *("fcntl", "grp", "pwd", "resource", "syslog", "termios", "tty"),
+    *("os.fork", "os.memfd_create", "os.register_at_fork", "os.O_NONBLOCK", "os.O_NOFOLLOW", "os.WNOHANG"),
+    *("select.poll", "select.epoll", "select.POLLIN", "select.POLLOUT", "select.POLLHUP", "socket.AF_UNIX"),
+    *(f"signal.SIG{name}" for name in ("CHLD", "CONT", "HUP", "KILL", "PIPE", "QUIT", "STOP", "USR1", "XFSZ")),
+}
+
+
+def posix_on_import(source: str) -> set[str]:
+    """Modules, and names of modules, that Windows does not have, and that an import of this source needs."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(tree_of(source).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue  # runs later, or never
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        todo += ast.iter_child_nodes(node)
+    return found & ONLY_ON_POSIX
+
+
+def test_every_module_can_be_imported_on_windows() -> None:
+    """One device and `Team` need nothing that Windows lacks: what only worker processes need is named where it runs."""
+    found = {short(path): posix_on_import(path.read_text()) for path in FILES}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import fcntl", {"fcntl"}),
+        ("from signal import SIGKILL", {"signal.SIGKILL"}),
+        ("class Worker:\n    ENDED = getattr(select, 'POLLRDHUP', select.POLLHUP)", {"select.POLLHUP"}),
+        ("def f():\n    import fcntl\n    return signal.SIGKILL", set()),
+        ("ENDED = getattr(signal, 'SIGHUP', None)", set()),
+    ],
+)
+def test_the_windows_rule_sees(source: str, names: set[str]) -> None:
+    assert posix_on_import(source) == names
+
+
 def test_only_the_command_line_prints() -> None:
     assert [short(path) for path in FILES if name_of(path) != "cli" and prints(path.read_text())] == []
     assert prints("def f():\n    print(1)")

@@ -40,4 +40,6 @@ def test_there_are_some() -> None:
 
 
 def test_the_citation_is_of_this_version() -> None:
+    """In its own file, and where the pages say how to cite."""
     assert read(REPOSITORY / "CITATION.cff")["version"] == version("patchpar")
+    assert f"version = {{{version('patchpar')}}}" in (REPOSITORY / "docs" / "faq.md").read_text()

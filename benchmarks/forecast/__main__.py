@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.forecast import __doc__ as usage
-from benchmarks.forecast import batches, cpu_prices, measured, published, tables
+from benchmarks.forecast import batches, cpu_prices, measured, published, published_rows, tables
 from benchmarks.forecast.recorded import RecordedModel
 from benchmarks.gpu.quiet import quiet_process
 from benchmarks.page import publish
@@ -34,7 +34,7 @@ def lines(names: Sequence[str], machines: Sequence[str]) -> Iterator[str]:
     yield ""
     yield "## Published times of one device"
     yield ""
-    yield from published.lines(RecordedModels(dict(published.MODELS)))
+    yield from published.lines(RecordedModels(dict(published_rows.MODELS)))
     yield ""
     yield "## Published steps in batches"
     yield ""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.forecast.models import Model, sd15
-from benchmarks.forecast.published import FLASH_1
+from benchmarks.forecast.published_rows import FLASH_1
 from benchmarks.forecast.recorded import RecordedModel
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine

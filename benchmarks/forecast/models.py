@@ -87,6 +87,16 @@ def wan() -> tuple[Any, dict[str, Any]]:
     return pipe, {**_call(480, 832, texts, torch.bfloat16), "num_frames": 81}
 
 
+def unguided(model: Model) -> Model:
+    """Return a model that is called without guidance, once in each step."""
+
+    def without() -> tuple[Any, dict[str, Any]]:
+        pipe, call = model()
+        return pipe, {**call, "guidance_scale": 1.0}
+
+    return without
+
+
 def with_vae(model: Model, channels: int) -> Model:
     """Return a model that decodes its latents of so many channels, in the dtype of its network."""
 

@@ -24,7 +24,7 @@ from patchpar.pipeline.planner.tune.timer import PREEMPTED, TimedRun
 from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, ENGINE, measured
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.plan.replay.measured_machine import MeasuredMachine
 
 RUNNER = "benchmarks.forecast.delayed_runner:DelayedRunner"
 PLANS = (
@@ -92,11 +92,13 @@ class Row:
 
 
 def with_link(machine: MeasuredMachine, link: LinkModel) -> MeasuredMachine:
-    """Return the machine with a link between its devices that takes so much longer."""
+    """Return the machine with its own link below another one between its devices.
+
+    A rank waits until its own link has brought a message and until the other one would have (`delayed_replay`): the
+    time of the faster one is hidden in that of the slower one.
+    """
     (own,) = machine.links
-    slower = LinkClass(
-        pairs=own.pairs, latency=own.latency + link.latency, rate=1 / (1 / own.rate + 1 / link.rate), shared=own.shared
-    )
+    slower = replace(own, latency=max(own.latency, link.latency), rate=min(own.rate, link.rate))
     return replace(machine, links=(slower,))
 
 

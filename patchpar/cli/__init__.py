@@ -13,6 +13,7 @@ import typer
 from patchpar.cli.verbs import VERBS, LazyVerbs, command_of
 from patchpar.launch.descriptors import open_standard_descriptors
 from patchpar.models.absent_libraries import leave_out_libraries
+from patchpar.stream.web.shutdown import INTERRUPTED, ended_by
 
 RECORDING = ("plan", "simulate")
 """Verbs that record calls, and compute nothing."""
@@ -56,9 +57,13 @@ def main() -> None:
     verb = next(iter(sys.argv[1:]), "")
     if verb in RECORDING:
         _record_only()
-    if verb in VERBS:
-        command_of(verb).main(args=sys.argv[2:], prog_name=f"{app.info.name} {verb}")  # the group reads nothing
-    app()
+    try:
+        if verb in VERBS:
+            command_of(verb).main(args=sys.argv[2:], prog_name=f"{app.info.name} {verb}")  # the group reads nothing
+        app()
+    except KeyboardInterrupt:  # while the verb was imported: it handles signals itself once it runs
+        typer.echo(ended_by(INTERRUPTED - 128), err=True)
+        sys.exit(INTERRUPTED)
 
 
 def _record_only() -> None:

@@ -14,7 +14,7 @@ import typer
 from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, ImageFlags, plan_of
 from patchpar.cli.generate import images_of
-from patchpar.cli.output_files import check_writable, names_for, save, with_word
+from patchpar.cli.output_files import check_apart, check_writable, names_for, save, with_word
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.run_pipeline import parameters_of, report_run
 from patchpar.cli.shutdown import ended_at_once
@@ -51,10 +51,16 @@ class CompareFlags(HostFlags, ImageFlags):
         return [NO_NAME.sub("-", name).strip("-") for name in several] if len(several) > 1 else ["plan"]
 
     def paths(self) -> dict[str, list[Path]]:
-        """Return the files of all images: of each plan, of the single process, and of the differences."""
+        """Return the files of all images: of each plan, of the single process, and of the differences.
+
+        Raises PlanError for strategies that would name them alike.
+        """
         sides = self.sides()
-        differences = [_difference_of(side, sides) for side in sides]
-        return {name: names_for(with_word(self.output, name), self.images) for name in (*sides, "single", *differences)}
+        names = [*sides, "single", *(_difference_of(side, sides) for side in sides)]
+        if len(set(names)) < len(names):
+            several = ", ".join(self.strategy or ())
+            raise PlanError(f"--strategy {several}: files of two would have one name; give each once")
+        return {name: names_for(with_word(self.output, name), self.images) for name in names}
 
 
 class ComparedRun(NamedTuple):
@@ -72,6 +78,7 @@ def compare(request: CompareFlags) -> None:
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
+        check_apart(*every, request.trace)
         requested_task = request.task("compare")
         request.check_model(requested_task)
         with stdout_kept_clean(request.json):
@@ -123,21 +130,22 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def _all_runs(request: CompareFlags, requested_task: RequestedTask) -> tuple[list[ComparedRun], ComparedRun]:
+    from patchpar import Plan
     from patchpar.launch.devices import resolve_devices
 
     refuse_torchrun("compare")
     names: list[str | None] = list(request.strategy) if request.strategy else [None]
     plans = [plan_of(request.plan, name, request.devices) for name in names]
+    references = {of_one(plan) if isinstance(plan, Plan) else Plan() for plan in plans}  # "auto" is always exact
+    if len(references) > 1:
+        raise PlanError("structure guidance on one rank is no plain pipeline: compare it without other strategies")
     alone = resolve_devices(request.devices).names[:1]
     found = [
         _generate(request, requested_task, {"devices": request.devices, "plan": plan}, f"under {plan}")
         for plan in plans
     ]
-    references = {of_one(used) for _, used in found}
-    if len(references) > 1:
-        raise PlanError("structure guidance on one rank is no plain pipeline: compare it without other strategies")
-    single, _ = _generate(request, requested_task, {"devices": alone, "plan": references.pop()}, "on one process")
-    return [run for run, _ in found], single
+    single = _generate(request, requested_task, {"devices": alone, "plan": references.pop()}, "on one process")
+    return found, single
 
 
 def of_one(plan: Plan) -> Plan:
@@ -147,10 +155,8 @@ def of_one(plan: Plan) -> Plan:
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
 
 
-def _generate(
-    request: CompareFlags, requested_task: RequestedTask, where: dict[str, Any], title: str
-) -> tuple[ComparedRun, Plan]:
-    from patchpar import ParallelPipeline, Plan
+def _generate(request: CompareFlags, requested_task: RequestedTask, where: dict[str, Any], title: str) -> ComparedRun:
+    from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
@@ -165,7 +171,7 @@ def _generate(
         pipe(**inputs.arguments(request.for_images(), takes) | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**inputs.arguments(request.for_images(), takes) | exact)
-        return ComparedRun(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
+        return ComparedRun(pipe.last_run, images_of(output) or [])
 
 
 def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:

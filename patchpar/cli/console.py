@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from patchpar.errors import PatchparError, PlanError
+from patchpar.launch.remote_errors import is_out_of_memory
 
 BAD_USE = 2
 FAILURE = 1
@@ -99,4 +100,6 @@ def _finite(value: Any) -> Any:
 def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
+    if message is not text and is_out_of_memory(error):  # of this process, whose error is torch's or Python's own
+        message = f"{message.rstrip('.')}. Use a smaller image, more devices, or a plan with weights=hosted"
     return f"{message} (--debug shows where)" if is_cut or message is not text else message

@@ -13,7 +13,7 @@ import typer
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.errors import PlanError
-from patchpar.models.files import HUB_NAME
+from patchpar.models.files import HUB_NAME, path_of
 from patchpar.models.task import RequestedTask
 from patchpar.stream.web.server import check_port
 
@@ -75,7 +75,7 @@ def _loading(request: AppFlags) -> dict[str, Any]:
 
 def _face(request: AppFlags) -> str:
     """The model of the face, which is loaded, or downloaded, at its first stream. Raises PlanError."""
-    if request.face != FACE and not Path(request.face).is_dir() and not HUB_NAME.fullmatch(request.face):
+    if request.face != FACE and not path_of(request.face).is_dir() and not HUB_NAME.fullmatch(request.face):
         raise PlanError(f"--face {request.face}: there is no such folder; give one, or a hub name such as org/model")
     return request.face
 

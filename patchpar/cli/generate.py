@@ -10,7 +10,7 @@ import typer
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, ImageFlags
 from patchpar.cli.input_images import InputImages
-from patchpar.cli.output_files import check_writable, names_for, save
+from patchpar.cli.output_files import check_apart, check_writable, names_for, save
 from patchpar.cli.run_pipeline import parameters_of, report_run, returned_by
 from patchpar.errors import PlanError
 
@@ -29,6 +29,7 @@ def generate(request: GenerateFlags) -> None:
         paths = names_for(request.output, request.images)
         for path in paths:
             check_writable(path)
+        check_apart(*paths, request.trace)
         with stdout_kept_clean(request.json):
             inputs, keep = request.inputs(), partial(_saved, paths)
             run, saved = returned_by(request, request.task("generate"), partial(_generated, request, inputs), keep)

@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 SIZE = ("height", "width")
 
 
+def check_file(path: Path, label: str) -> None:
+    """Raise PlanError unless `path` is a file that can be read more than once. `label`: its name in the message."""
+    from patchpar.models.files import path_of
+
+    found = path_of(path)
+    if not found.exists():
+        raise PlanError(f"{label}: there is no such file")
+    if not found.is_file():
+        raise PlanError(f"{label}: it is {'a folder' if found.is_dir() else 'a pipe or a device'}; name a file")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputImages:
     """The image to begin with and its mask, both of one size in pixels; None where there is none."""
@@ -26,8 +37,8 @@ class InputImages:
     def check(*, image: Path | None, mask: Path | None, strength: float | None) -> None:
         """Raise PlanError for a missing file, a strength outside 0..1, and for either without an image."""
         for flag, path in (("--image", image), ("--mask", mask)):
-            if path is not None and not path.is_file():
-                raise PlanError(f"{flag} {path}: there is no such file")
+            if path is not None:
+                check_file(path, f"{flag} {path}")
         if image is None and mask is not None:
             raise PlanError("--mask says which part of an image is generated anew: add --image FILE")
         if image is None and strength is not None:

@@ -42,6 +42,13 @@ def check_can_write(path: Path, flag: str, example: str) -> None:
         raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
 
 
+def check_apart(*paths: Path | None) -> None:
+    """Raise PlanError where two outputs are one file, of which only the last would be left. None: no output."""
+    given = [path.resolve() for path in paths if path is not None]
+    if twice := next((path for path in given if given.count(path) > 1), None):
+        raise PlanError(f"two outputs would be {twice}: name another file for one of them")
+
+
 @contextmanager
 def full_disk_named(path: Path) -> Iterator[None]:
     """Raise PatchparError that names `path` where the `with` block fails because the disk takes no more."""

@@ -20,11 +20,12 @@ class LoraFlag(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "LoraFlag":
-        """Return the LoRA of `PATH[:scale]`. Raises PlanError for no such file or folder, or a scale that is none."""
-        from patchpar.models.files import HUB_NAME
+        """Return the LoRA of `PATH[:scale]`. Raises PlanError for what has no safetensors, or a scale that is none."""
+        from patchpar.models.adapters import check_source
+        from patchpar.models.files import HUB_NAME, path_of
 
         source, colon, scale = text.rpartition(":")
-        if not colon or Path(text).expanduser().exists():
+        if not colon or path_of(text).exists():
             source, scale = text, "1"
         try:
             found = cls(source, float(scale))
@@ -32,10 +33,11 @@ class LoraFlag(NamedTuple):
             raise PlanError(f"--lora {text}: the scale after the colon is a number, such as {source}:0.8") from None
         if not math.isfinite(found.scale):
             raise PlanError(f"--lora {text}: the scale must be finite")
-        if not Path(source).expanduser().exists() and not HUB_NAME.fullmatch(source):
+        if not path_of(source).exists() and not HUB_NAME.fullmatch(source):
             raise PlanError(
                 f"--lora {source}: there is no such file or folder, and it is no name of the hub (org/name)"
             )
+        check_source("--lora", source, None, None)
         return found
 
 

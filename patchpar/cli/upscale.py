@@ -9,9 +9,9 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, check_seed, given
-from patchpar.cli.output_files import check_writable, save
+from patchpar.cli.input_images import check_file
+from patchpar.cli.output_files import check_apart, check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
-from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.models.task import RequestedTask
 
@@ -31,9 +31,9 @@ class UpscaleFlags(HostFlags):
         """Raise PlanError for invalid flags."""
         self.check_counts()
         check_seed(self.seed)
-        if not self.image.is_file():
-            raise PlanError(f"{self.image}: there is no such file")
+        check_file(self.image, str(self.image))
         check_writable(self.output)
+        check_apart(self.output, self.trace)
 
     def for_images(self) -> dict[str, Any]:
         """Return keyword arguments of `patchpar.upscale`."""

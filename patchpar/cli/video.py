@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,12 +10,17 @@ from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import HostFlags, SizedFlags, check_seed, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import InputImages
+from patchpar.cli.output_files import check_apart
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, save_frames, save_video
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.models.task import RequestedTask
 from patchpar.stream.web.video_file import frames_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MOST_FPS = 1000
 
@@ -43,6 +48,7 @@ class VideoFlags(HostFlags, SizedFlags):
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
         InputImages.check(image=self.image, mask=None, strength=None)
         check_video(self.output)
+        check_apart(self.output, self.trace)
         if self.frames is not None:
             check_folder(self.frames)
 
@@ -76,10 +82,15 @@ def video(request: VideoFlags) -> None:
             )
         if frames is None:
             return  # under torchrun, a rank other than 0, which saves and reports
-        save_video(frames, request.output, request.fps)
-        paths = [request.output]
+        paths = saved(request, frames)
         lines = [f"saved {request.output}: {len(frames)} frames, {len(frames) / request.fps:.1f} s"]
         if request.frames is not None:
-            paths += save_frames(frames, request.frames)
             lines.append(f"saved {len(frames)} frames in {request.frames}")
         report_run(request, run, paths, lines, frames=len(frames), fps=request.fps)
+
+
+def saved(request: VideoFlags, frames: "NDArray[np.uint8]") -> list[Path]:
+    """Save frames [F, H, W, 3]; return the paths. The PNGs are there also if there can be no video, which raises."""
+    images = [] if request.frames is None else save_frames(frames, request.frames)
+    save_video(frames, request.output, request.fps)
+    return [request.output, *images]

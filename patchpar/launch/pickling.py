@@ -4,7 +4,9 @@
     torch.Generator                          device type and state; created on the receiver's own device
     classes and functions of a script        by value, through cloudpickle, with all that they refer to
     functions inside functions               by value too, but in their module: libraries install such in networks
+    classes of parameters                    their tensor and their attributes: GGUF and bitsandbytes have such
     modules                                  by name
+    methods of functions without a name      by their function, such as a partial: torchao puts such on layers
     everything else                          by pickle's rules
 
 A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it after unpickling too; a view of
@@ -20,7 +22,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patchpar.launch.anonymous_file import ALIGNMENT
@@ -62,14 +64,14 @@ class BlockPickler(pickle.Pickler):
         parts: Any = NotImplemented
         if isinstance(value, (type, FunctionType)):
             parts = self._code_parts(value)
-        elif isinstance(value, ModuleType):
-            parts = importlib.import_module, (value.__name__,)
+        elif isinstance(value, (ModuleType, MethodType)):
+            parts = _module_parts(value) if isinstance(value, ModuleType) else _method_parts(value)
         elif isinstance(value, _Storage):
             parts = _storage, (value.data,)
         elif _is_a(value, "torch", "Generator"):
             parts = _generator, (value.device.type, value.initial_seed(), value.get_state())
-        elif _is_a(value, "torch", "Tensor") and _is_plain(value):
-            parts = self._reduce_tensor(value)
+        elif _is_a(value, "torch", "Tensor"):
+            parts = self._tensor_parts(value)
         elif _is_a(value, "PIL.Image", "Image"):
             parts = _image, _image_parts(value)
         elif _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
@@ -97,6 +99,11 @@ class BlockPickler(pickle.Pickler):
             self._cloud = cloudpickle.Pickler(io.BytesIO(), protocol=5)
             self.dispatch_table = self._cloud.dispatch_table  # for code objects, cells and the like
         return self._cloud.reducer_override(value)
+
+    def _tensor_parts(self, value: torch.Tensor) -> Any:
+        if _is_plain(value):
+            return self._reduce_tensor(value)
+        return _parameter_parts(value) if _has_class_of_its_own(value) else NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         import torch
@@ -158,6 +165,20 @@ def _is_found_by_name(function: type | FunctionType) -> bool:
     return found is function
 
 
+def _module_parts(module: ModuleType) -> tuple[Any, ...]:
+    return importlib.import_module, (module.__name__,)
+
+
+def _method_parts(method: MethodType) -> Any:
+    """Reduce a method that pickle cannot: it would look for it by the name of its function."""
+    is_named = hasattr(method.__func__, "__name__")
+    return NotImplemented if is_named else (_method, (method.__func__, method.__self__))
+
+
+def _method(function: Callable[..., Any], owner: object) -> MethodType:
+    return MethodType(function, owner)
+
+
 def _function_of_module(make: Callable[..., FunctionType], module: str, code: Any, *others: Any) -> FunctionType:
     """Create a function with cloudpickle's `make`; its globals are those of `module` in this process."""
     return make(code, importlib.import_module(module).__dict__, *others)
@@ -176,6 +197,41 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
+
+
+def _has_class_of_its_own(tensor: torch.Tensor) -> bool:
+    """Return whether this is a parameter with attributes, of a class that leaves its reduction to torch.
+
+    torch sends such as a plain parameter, and without end where the class wraps what torch functions return (GGUF).
+    """
+    import torch
+
+    kind, of_torch = type(tensor), torch.nn.Parameter
+    return (
+        issubclass(kind, of_torch)
+        and kind is not of_torch
+        and kind.__reduce_ex__ is of_torch.__reduce_ex__
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def _parameter_parts(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return the reduction of one. Attributes are set when it is known, since they may refer to it."""
+    import torch
+
+    data = torch.Tensor._make_subclass(torch.Tensor, parameter)
+    made_of = type(parameter), data, parameter.requires_grad
+    return _parameter, made_of, vars(parameter), None, None, _set_attributes
+
+
+def _parameter(kind: type[torch.Tensor], data: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    import torch
+
+    return torch.Tensor._make_subclass(kind, data, requires_grad)
+
+
+def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+    vars(parameter).update(attributes)
 
 
 def _image_parts(image: Image) -> tuple[Any, ...]:

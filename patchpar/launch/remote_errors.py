@@ -16,6 +16,13 @@ TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStor
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
+BROKEN_DEVICE = (
+    *("an illegal memory access", "an illegal instruction", "device-side assert", "unspecified launch failure"),
+    *("misaligned address", "on global/shared address space", "invalid program counter", "hardware stack error"),
+    *("the launch timed out", "uncorrectable ECC error", "uncorrectable NVLink error"),
+)
+"""In RuntimeErrors after which all further work of the process on its device fails alike (CUDA Runtime API, section
+Data types, cudaError: "the process must be terminated and relaunched"); HIP has the same texts."""
 LEFT_CHANGES = "_patchpar_left_changes"
 TOO_GENERAL = (Exception, RuntimeError)  # WorkerError is a RuntimeError already
 
@@ -30,6 +37,7 @@ class RemoteError:
     transport: bool
     exception: Exception | None  # for the caller: a builtin or one of patchpar.errors
     left_changes: bool = False  # see `say_changes_left`
+    broken_device: bool = False  # see `has_broken_device`
 
     @classmethod
     def of_json(cls, data: bytes) -> "RemoteError":
@@ -79,7 +87,17 @@ def take_down(error: BaseException) -> RemoteError:
         transport=is_transport,
         exception=_portable(error),
         left_changes=getattr(error, LEFT_CHANGES, False) is True,
+        broken_device=has_broken_device(error),
     )
+
+
+def has_broken_device(error: BaseException | None) -> bool:
+    """Return whether an exception, or what it was raised for, says that the process can use its device no more."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(word in str(error) for word in BROKEN_DEVICE):
+            return True
+        error = error.__cause__
+    return False
 
 
 def say_changes_left(error: Exception) -> None:

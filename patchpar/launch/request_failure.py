@@ -16,12 +16,12 @@ STACK_SECONDS = 0.3  # for a hung worker to print its stack
 def error_of(outcome: RequestOutcome, workers: Mapping[int, RankProcess], limits: HangLimits) -> Exception | None:
     """Return the exception for the caller; None if every rank has returned a result. `workers`: by rank.
 
-    Causes come before consequences: a dead worker; what the caller's function raised; that it was cancelled; an
-    exception of the engine;
-    a hung rank; a lost connection.
+    Causes come before consequences: a dead worker, or one whose device has failed; what the caller's function raised;
+    that it was cancelled; an exception of the engine; a hung rank; a lost connection.
     """
-    if outcome.died:
-        return _died(outcome, workers)
+    broken = [rank for rank, failure in outcome.failures.items() if failure.broken_device]
+    if outcome.died or broken:
+        return _died(outcome, workers) if outcome.died else _without_device(workers[broken[0]], outcome)
     if outcome.not_reading:
         worker = workers[outcome.not_reading[0]]
         text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_exchange_point()}."
@@ -49,21 +49,35 @@ def is_in_step(outcome: RequestOutcome, ranks: Sequence[int]) -> bool:
     if not outcome.failures:
         return True
     in_step = len({count for rank, count in outcome.beats.items() if rank not in outcome.bystanders}) == 1
-    return in_step and not any(failure.transport or failure.left_changes for failure in outcome.failures.values())
+    return in_step and not any(failure.transport or _is_spoilt(failure) for failure in outcome.failures.values())
 
 
 def lost_ranks(outcome: RequestOutcome, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have died, do not end the request, or have done half of it; others go on with new links."""
-    half_done = [rank for rank, failure in outcome.failures.items() if failure.left_changes]
-    gone = {*outcome.died, *outcome.stuck, *outcome.not_reading, *half_done}
+    """Return the ranks that have died, do not end the request, have done half of it, or have lost their device.
+
+    Others go on with new links.
+    """
+    spoilt = [rank for rank, failure in outcome.failures.items() if _is_spoilt(failure)]
+    gone = {*outcome.died, *outcome.stuck, *outcome.not_reading, *spoilt}
     ended = {*outcome.results, *outcome.failures, *outcome.unwound}
     return [rank for rank in ranks if rank in gone or rank not in ended]
+
+
+def _is_spoilt(failure: RemoteError) -> bool:
+    """Return whether a rank that has failed cannot take another call as it is."""
+    return failure.left_changes or failure.broken_device
 
 
 def _died(outcome: RequestOutcome, workers: Mapping[int, RankProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
     return WorkerDied(f"{worker} {end}; {worker.last_exchange_point()}.{worker.last_output()}", rank=worker.rank)
+
+
+def _without_device(worker: RankProcess, outcome: RequestOutcome) -> WorkerDied:
+    failure = outcome.failures[worker.rank]
+    text = f"{worker} can use its device no more, and is ended: {failure.headline()}\n\n{failure.trace}"
+    return WorkerDied(text, rank=worker.rank, cause=failure.type_name)
 
 
 def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Mapping[int, RankProcess]) -> Exception:

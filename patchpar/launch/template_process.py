@@ -29,7 +29,6 @@ from patchpar.launch.worker import die_with_parent, exit_at_once
 from patchpar.launch.worker import main as run_worker
 
 STANDARD = (0, 1, 2)
-SIGNALS_OF_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # ignored in every Python process
 SETTLE_SECONDS = 1.0  # for a thread that has been joined to leave /proc
 VARY = frozenset({"PYTEST_CURRENT_TEST"})
 """Variables that change within a program, and that no library reads while it is imported: sent with each request."""
@@ -104,7 +103,7 @@ class NewWorker:
         channel = self.request.numbers[0]
         command = python_command(WORKER, channel)
         if self.unfit:
-            for number in SIGNALS_OF_PYTHON:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored in every Python process
                 signal.signal(number, signal.SIG_DFL)
             os.execv(command[0], command)
         sys.argv[:] = ["-c", *command[3:]]

@@ -12,7 +12,6 @@ does if the interpreter itself is stuck (see `die_with_parent`).
 
 import contextlib
 import faulthandler
-import fcntl
 import importlib
 import os
 import queue
@@ -73,6 +72,8 @@ def die_with_parent(lifeline: int) -> None:
     A worker leads a process group, so that processes that it has started are killed too. PR_SET_PDEATHSIG would act
     when the parent *thread* ends. Linux only; elsewhere there is only the reader thread.
     """
+    import fcntl  # Windows has none, and imports this module for its names
+
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is not None:
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())

@@ -6,6 +6,7 @@ raises; the next call starts new workers and repeats on them the calls that were
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
 from patchpar.launch.worker_start import WorkerPoolSpec
 
 MAX_FAILED_STARTS = 3
+PAUSE_SECONDS = 20.0
+"""So long after as many failed starts in a row no other one is tried, which may take minutes to fail."""
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +34,7 @@ class WorkerExecutor(Executor):
     def __init__(self, spec: WorkerPoolSpec, starter: ProcessStarter) -> None:
         super().__init__(spec.devices, spec.engine, spec.deadline)
         self._pool = WorkerPool(spec, starter)
-        self._failed_starts: list[str] = []
+        self._failed_starts, self._failed_at = list[str](), 0.0
         self._journal = ReplayLog()
         self._owner = os.getpid()
 
@@ -170,11 +173,7 @@ class WorkerExecutor(Executor):
             return
         if self._pool.has_idle_deaths(ranks):
             log.warning("a worker ended while it was idle; restarting %s", _named(ranks))
-        if len(self._failed_starts) >= MAX_FAILED_STARTS:
-            raise LaunchError(
-                f"the workers could not be started {MAX_FAILED_STARTS} times in a row; remove the cause and create a "
-                f"new executor. The last error: {self._failed_starts[-1]}"
-            )
+        self._check_failed_starts()
         try:
             self._pool.start(ranks)
             self._pool.wait_until_ready(ranks)
@@ -183,10 +182,20 @@ class WorkerExecutor(Executor):
             self._pool.drop(ranks)
             if isinstance(error, LaunchError):
                 self._failed_starts.append(str(error))
+                self._failed_at = time.monotonic()
             raise
         self._failed_starts.clear()
         widths = self._pool.random_widths
         self.random_widths = tuple(widths[rank] for rank in sorted(widths))
+
+    def _check_failed_starts(self) -> None:
+        """Raise LaunchError soon after several failed starts. Later the cause may be gone, of a server too."""
+        times, left = len(self._failed_starts), self._failed_at + PAUSE_SECONDS - time.monotonic()
+        if times >= MAX_FAILED_STARTS and left > 0:
+            raise LaunchError(
+                f"the workers could not be started {times} times in a row; remove the cause: a call in {left:.0f} s or "
+                f"later starts them again. The last error: {self._failed_starts[-1]}"
+            )
 
     def _replay(self, ranks: Sequence[int]) -> None:
         for entry in self._journal:

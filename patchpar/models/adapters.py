@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.files import HUB_NAME, pickles_in
+from patchpar.models.files import HUB_NAME, path_of, pickles_in
 
 READ_FILES = ("load_lora_weights", "load_lora_adapter", "load_attn_procs", "load_textual_inversion", "lora_state_dict")
 """Methods of pipelines and networks that read weights from the location in their first argument."""
@@ -65,7 +65,7 @@ def check_strength(name: str, kwargs: Mapping[str, Any]) -> None:
 def check_source(name: str, location: Any, subfolder: Any, file: Any) -> None:
     """Raise PlanError for a file, a folder or a hub name from which `name` would not read safetensors."""
     _check_name(name, file)
-    path = Path(location).expanduser()
+    path = path_of(location)
     if path.is_file():
         _check_name(name, path.name)
     elif path.is_dir():

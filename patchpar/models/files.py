@@ -85,7 +85,7 @@ def resolve_model(
         model = embedded_model(str(model))
     if options.get("cache_dir") is not None:
         options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
-    path = _whole(model)
+    path = path_of(model).absolute()
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"))
         refuse_code(path, options, besides=besides)
@@ -94,16 +94,29 @@ def resolve_model(
         shipped = ", ".join(repr(name) for name in EMBEDDED)
         ways = f"a folder with model_index.json, a hub name such as org/model, or one of {shipped}"
         what = "is a file, and so no model" if path.is_file() else "is no model, and no such folder is here"
-        raise PlanError(f"{str(model)!r} {what}: give {ways}")
+        raise PlanError(f"{str(model)!r} {what}: {_way_of_a_file(path)}give {ways}")
     return model, options, None
 
 
-def _whole(model: str | Path) -> Path:
+def _way_of_a_file(path: Path) -> str:
+    """Return how to use weights in one file, which do not say of what pipeline they are; empty for anything else."""
+    if path.suffix not in (".safetensors", ".gguf"):
+        return ""
+    return (
+        "load it in Python with from_single_file of its class in diffusers, and give a pipeline to "
+        "ParallelPipeline(pipe), a network to from_pretrained(model, transformer=network); save_pretrained makes a "
+        "folder of a pipeline. Or "
+    )
+
+
+def path_of(text: str | Path) -> Path:
+    """Return a path, `~` expanded. Raises PlanError for one that cannot be: too long, or of an unknown user."""
     try:
-        path = Path(model).expanduser().absolute()
+        path = Path(text).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or the home of an unknown user
-        raise PlanError(f"{str(model)!r:.200} is no valid path: {error}") from error
+    except (OSError, RuntimeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise PlanError(f"{str(text)!r:.200} is no valid path: {why}") from error
     return path
 
 

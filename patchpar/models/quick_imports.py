@@ -6,7 +6,7 @@ modules are empty at first: each answers what is asked of it where nothing is co
 anything else is asked. Packages of diffusers that import all of their modules run when a name is looked up in them; an
 import of one of their modules does not run the others. diffusers also lists the files of every installed package; the
 list is made when something is looked up in it. transformers reads all its files for the names in them, twice, since it
-remembers 128 folders of some 500. torch looks at all modules to note the line where an operator is defined.
+remembers 128 folders of some 500. torch looks at all modules for the line and the module where an operator is defined.
 """
 
 import importlib.metadata
@@ -18,7 +18,7 @@ from functools import cache, partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from operator import eq
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from patchpar.models.changed_modules import ChangingFinder
@@ -159,7 +159,9 @@ PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
 DOWNLOADS = Deferral(module="requests", alone=frozenset())
 """For images and videos by URL."""
 EXPORT = Deferral(module="torch.export")
-DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *PACKAGES)
+UNUSED = tuple(Deferral(module=f"torch.{name}") for name in ("masked", "nn.intrinsic", "quantization"))
+"""Packages that torch imports for who looks for them in it."""
+DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *UNUSED, *PACKAGES)
 
 
 SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"
@@ -192,7 +194,24 @@ def name_source_quickly(module: Any) -> None:
         setattr(module, SOURCE, get_source)
 
 
-CHANGES = {SCANNING: scan_quickly, OPERATORS: name_source_quickly}
+LIBRARIES, INSPECTION = "torch.library", "inspect"
+
+
+def module_of(frame: FrameType) -> ModuleType | None:
+    """Return the module whose code runs in a frame, as `inspect.getmodule`, without a look at all others."""
+    return sys.modules.get(frame.f_globals.get("__name__", ""))
+
+
+def name_module_quickly(module: Any) -> None:
+    """Let a module that asks INSPECTION in which module an operator is registered ask one like it with `module_of`."""
+    inspect = getattr(module, INSPECTION, None)
+    if inspect is not None:
+        quick = ModuleType(INSPECTION)
+        quick.__dict__.update({**vars(inspect), "getmodule": module_of})
+        setattr(module, INSPECTION, quick)
+
+
+CHANGES = {SCANNING: scan_quickly, OPERATORS: name_source_quickly, LIBRARIES: name_module_quickly}
 
 
 class DeferringLoader(Loader):

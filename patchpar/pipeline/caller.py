@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.adapters import from_safetensors
 from patchpar.pipeline.call_journal import CallJournal
+from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.caller_random import caller_random_state, sampled_seed
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -62,6 +63,7 @@ class CallController:
         self.vae: str | None = None  # the way to decode; None for that of the pipeline
         self.answers: list[CallbackResult] = []  # of the callback so far
         self._asked = 0  # times in this attempt
+        self._groups = 1  # of prompts, in this attempt
         self._changed: list[int] = []  # how many changes there were after each answer
         self._num_made = 0  # changes that the ranks have made, as a later step of this attempt has shown
 
@@ -110,7 +112,7 @@ class CallController:
         self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
     ) -> CallOptions:
         """Return the settings of the call beside its arguments, for another attempt to make it."""
-        self._asked = self._num_made = 0
+        self._asked, self._num_made, self._groups = 0, 0, plan.data
         self.stragglers.reset()
         recorded = () if self.journal is None else self.journal.begin(plan.data)
         if not recorded:  # the callback gets the latents of other calls
@@ -216,19 +218,15 @@ class CallController:
         self._asked += 1
         if self._asked <= len(self.answers):
             return self.answers[self._asked - 1]
-        versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
-        before = dict(end.tensors)
+        given = CallbackTensors(end.tensors)
         self._facts, first = dict(end.facts), len(self.changes)
         self._thread = threading.get_ident()
         try:
             answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
         finally:
             self._thread = None
-        tensors = {
-            name: value
-            for name, value in answer.items()
-            if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
-        }
+        tensors = given.changed(answer)
+        refuse_for_some_prompts(tensors, self._groups)
         self._changed.append(len(self.changes))
         result = CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
         if self.journal is not None:

@@ -16,29 +16,29 @@ from patchpar.shard.weights.sharded import ShardedWeights
 
 
 class DividedFeatures(WholeBlocks):
-    """The blocks of one network. `held`: its weights in shards of all ranks of the image, if they are.
+    """The blocks of one network. `held`: its weights in shards of all ranks of the image, if they are, until `settle`.
 
     `divide`: returns those of this rank's features in shards, from weights of which some are in host memory.
     """
 
     def __init__(self, held: ShardedWeights | None, divide: Callable[[], ShardedWeights]) -> None:
-        self._held, self.divide = held, divide
+        self.held, self.divide = held, divide
         self.weights: ShardedWeights | None = None
 
     def take(self, block: nn.Module) -> None:
         """See WholeBlocks."""
-        if self._held is not None:
-            for index in [each for each in self._held.in_slots if self._held.blocks[each].module is block]:
-                self._held.keep_whole(index)
+        if self.held is not None:
+            for index in [each for each in self.held.in_slots if self.held.blocks[each].module is block]:
+                self.held.keep_whole(index)
 
     def give(self, block: nn.Module) -> None:
         """See WholeBlocks."""
-        if self._held is not None:
+        if self.held is not None:
             move(block, HOST)
 
     def settle(self) -> None:
         """See WholeBlocks. Raises UnsupportedModel, PlanError."""
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         if held is not None:
             held.settle()
             for index in held.in_slots:
@@ -52,12 +52,6 @@ class DividedFeatures(WholeBlocks):
         if self.weights is not None:
             self.weights.restore()
             self.weights = None
-
-    def give_back(self) -> None:
-        """Make all weights whole that have not been divided."""
-        held, self._held = self._held, None
-        if held is not None:
-            held.restore()
 
 
 def move(network: nn.Module, device: torch.device) -> None:

@@ -1,11 +1,13 @@
 """A method of the pipeline that fails on a rank may have done half of its work: that is undone, or the caller is told.
 
-of adapters     those that it has added are deleted, and those act that did before
+of adapters     those that it has added are deleted, and those act that did before; one whose weights have been replaced
+                (`hotswap`) cannot be brought back, and the rank is started anew as after any other
 any other       if networks or weights are others than before, the rank is started anew, and gets the calls again that
                 have succeeded; a rank that is replaced later would be another one than those that stay
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -16,30 +18,37 @@ from patchpar.pipeline.state_changes import LORA, change_of
 
 SAMPLED = 1024
 """Values of a weight that are compared where it has an adapter, which fusing adds to all of them."""
+NONE: Mapping[str, Any] = MappingProxyType({})
 T = TypeVar("T")
 
 
-def done_or_undone(pipe: Any, name: str, method: Callable[[], T]) -> T:
+def done_or_undone(
+    pipe: Any, name: str, method: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NONE
+) -> T:
     """Return what a method of the pipeline returns. Raises what it raises, after what it has begun is undone."""
     if name.rpartition(".")[2] in LORA:
-        return _of_adapters(pipe, method)
+        return _of_adapters(pipe, method, args, kwargs)
     if change_of(name, (), {}) is None:
-        return method()
+        return method(*args, **kwargs)
     before = tuple(_parts(pipe))
     try:
-        return method()
+        return method(*args, **kwargs)
     except Exception as error:
         if tuple(_parts(pipe)) != before:
             say_changes_left(error)
         raise
 
 
-def _of_adapters(pipe: Any, method: Callable[[], T]) -> T:
+def _of_adapters(pipe: Any, method: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
     """Of a file some networks of a pipeline may have got their part, and those of others may not fit."""
-    before, known = layer_states(pipe), _names(pipe)
+    replaces = kwargs.get("hotswap", True in args[2:3])
+    before, known, weights = layer_states(pipe), _names(pipe), _adapter_weights(pipe) if replaces else []
     try:
-        return method()
+        return method(*args, **kwargs)
     except Exception as error:
+        if replaces and _adapter_weights(pipe) != weights:
+            say_changes_left(error)
+            raise
         added = _names(pipe) - known
         if added and hasattr(pipe, "delete_adapters"):
             pipe.delete_adapters(sorted(added))
@@ -52,6 +61,12 @@ def _of_adapters(pipe: Any, method: Callable[[], T]) -> T:
 def _names(pipe: Any) -> frozenset[str]:
     """Return the names of all adapters that networks of the pipeline have."""
     return frozenset(name for each in networks_of(pipe) for name in getattr(each, "peft_config", None) or ())
+
+
+def _adapter_weights(pipe: Any) -> list[tuple[float, ...]]:
+    """Return some values of each weight of all adapters."""
+    found = (layer.named_parameters() for layer in layers_of(pipe))
+    return [_sample(weight) for each in found for name, weight in each if name.startswith("lora_")]
 
 
 def _parts(pipe: Any) -> Iterator[tuple[int, Any]]:

@@ -23,10 +23,11 @@ from patchpar.models.files import floating_dtypes
 from patchpar.models.hub import cached_model
 from patchpar.models.loading import dtype_of, for_task, load_pipeline, with_dtype
 from patchpar.pipeline.auto_weights import ModelForecast, advice, is_small, shortage
-from patchpar.pipeline.installed_weights import each_in_shards, needs_no_values, refuse_before_dividing
+from patchpar.pipeline.divided_networks import each_in_shards, needs_no_values, part_bytes
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.verification import every_rank_has
+from patchpar.shard.weights.host_store import refuse_without_host_memory
 from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.sharded import ShardedWeights
 
@@ -154,7 +155,7 @@ class HeldWeights:
         axis, is_loaded = self._axis(plan), casts is not None
         casts = DeferredCasts() if casts is None else casts
         try:
-            self._refuse(pipe, plan, axis, together=not is_loaded and axis.size > 1)
+            self._refuse(pipe, plan, axis, together=not is_loaded and plan.world_size > 1)
             self._plan, self._ranks, self._held = plan, None, {}
             for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
                 self._held[network] = weights
@@ -167,16 +168,20 @@ class HeldWeights:
         return True
 
     def _refuse(self, pipe: Any, plan: Plan, axis: Axis, *, together: bool) -> None:
-        """Raise what is wrong before anything changes, with `together` where it is on another rank of the axis too."""
-        refusal = None
+        """Raise what is wrong before anything changes, with `together` where it is on another rank of the plan too."""
+        refusal, own, mesh = None, 0, None
         try:
-            refuse_before_dividing(pipe, plan, axis, self._device)
+            own = part_bytes(pipe, plan, axis, self._device)
         except PatchparError as error:
             refusal = error
-        if together and not every_rank_has((self._connect(), axis), "weights to divide", refusal is None):
-            raise refusal or UnsupportedModel("another rank cannot divide its weights, so that none does")
+        if together:
+            mesh = self._connect(), Mesh(self._rank, range(plan.world_size), patch=plan.world_size)["patch"]
+            if not every_rank_has(mesh, "weights to divide", refusal is None):
+                raise refusal or UnsupportedModel("another rank cannot divide its weights, so that none does")
         if refusal is not None:
             raise refusal
+        if plan.weights == "hosted":
+            refuse_without_host_memory(own, mesh)
 
     @property
     def is_divided(self) -> bool:
@@ -200,15 +205,22 @@ class HeldWeights:
         if not needs_no_values(method):
             self.give_back()
 
-    def give_back(self) -> None:
-        """Make all weights whole. Collective. Raises ExchangeError; PlanError where they do not fit, and all stay."""
-        held = [x for x in self._held.values() if x is not None]
+    def give_back(self, only: Any = None) -> None:
+        """Make all weights whole, or those of the component `only`, of which nothing may be divided. Collective.
+
+        Raises ExchangeError; PlanError where they do not fit, and all stay.
+        """
+        networks = [each for each in self._held if only is None or each is only]
+        held = [x for x in map(self._held.__getitem__, networks) if x is not None]
         if held:
             comm = self._connect()
             for weights in held:
                 weights.join(comm)
             restore_all(held)
-        self._held, self._plan = {}, None
+        for network in networks:
+            del self._held[network]
+        if not self._held:
+            self._plan = None
 
     def _divides(self, plan: Plan | None, ranks: Sequence[int] | None = None) -> bool:
         return plan is not None and plan.weights != "whole" and plan.mesh(self._rank, ranks) is not None

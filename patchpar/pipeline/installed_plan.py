@@ -13,14 +13,10 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.divided_networks import needs_no_values
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
-from patchpar.pipeline.installed_weights import (
-    InstalledWeights,
-    needs_no_values,
-    plain_calls_take_one_rank,
-    ranks_of_plain_call,
-)
+from patchpar.pipeline.installed_weights import InstalledWeights, plain_calls_take_one_rank, ranks_of_plain_call
 from patchpar.pipeline.known_denoisers import KnownDenoisers
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
@@ -145,6 +141,7 @@ class InstalledPlan:
             if self.weights is not None:  # all ranks gather blocks for a search
                 verifications = agreed(verifications, (self.comm, self.mesh.of_one_image()))
             hook.tensor = TensorDenoiser(module, (self.comm, self.mesh["tensor"]), verifications)
+            hook.tensor.together = self.comm, self.mesh.of_one_image()
             self.tensors.append(hook.tensor)
         stages = self.comm, self.mesh["stage"]
         if isinstance(plan.strategy, PipedStages):
@@ -246,7 +243,10 @@ class InstalledPlan:
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
     def begin(self, *, tracing: bool, watched: bool = False, call: Any = MappingProxyType({})) -> StatsRecorder:
-        """Begin the image of a `call`, `watched` by a callback or not. Raises UnsupportedModel, PlanError."""
+        """Begin the image of a `call`, `watched` by a callback or not.
+
+        Raises UnsupportedModel, PlanError, ExchangeError.
+        """
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):
@@ -254,7 +254,7 @@ class InstalledPlan:
             if not hooked.is_reached:
                 hooked.reinstall()
         if self.weights is not None:
-            self.weights.refuse_replaced()
+            self.weights.begin()
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:

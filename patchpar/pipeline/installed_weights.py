@@ -1,7 +1,7 @@
 """Weights of a plan that are sharded or hosted: from loading on, or from the first call of a network on."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
 from types import MappingProxyType
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
-from patchpar.models.info import denoisers_of, is_name_of_denoiser
 from patchpar.pipeline.divided_features import DividedFeatures, move
+from patchpar.pipeline.divided_networks import bytes_of_part, log_whole, store_for, text_encoders_of
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.compiled import uncompiled
@@ -22,91 +22,16 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.weights.host_segment import all_can_map
-from patchpar.shard.weights.host_store import HostStore, refuse_without_host_memory
+from patchpar.shard.weights.host_store import refuse_without_host_memory
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
-from patchpar.shard.weights.packed import CopyMemory, copy_memory, packed_blocks, resident_of
+from patchpar.shard.weights.packed import copy_memory
 from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import BlockStore, DeviceShards
+from patchpar.shard.weights.stores import BlockStore
 from patchpar.strategies.cfg.split import GuidanceSplit
 
-ENCODER = "text_encoder"  # what the names of text encoders begin with
-NEED_NO_VALUES = frozenset(
-    {
-        *("load_lora_weights", "unload_lora_weights", "unload_lora", "set_adapters", "set_adapter"),
-        *("delete_adapters", "enable_lora", "disable_lora", "enable_adapters", "disable_adapters"),
-        *("set_progress_bar_config", "enable_lora_hotswap", "set_ip_adapter_scale"),
-        *("enable_freeu", "disable_freeu", "enable_cache", "disable_cache"),
-        *("enable_vae_tiling", "disable_vae_tiling", "enable_vae_slicing", "disable_vae_slicing"),
-    }
-)
-"""Methods that put modules beside weights or take them away, or set switches, by their last name.
-
-They read and change no weight.
-"""
 log = logging.getLogger(__name__)
-
-
-def needs_no_values(method: str) -> bool:
-    """Return whether a method of a pipeline, or "transformer.method" of a network, leaves divided weights as they are.
-
-    As do all methods of other components, such as "vae.enable_tiling".
-    """
-    owner, is_of_component, _ = method.partition(".")
-    is_divided = is_name_of_denoiser(owner) or owner.startswith(ENCODER)
-    return (bool(is_of_component) and not is_divided) or method.rpartition(".")[2] in NEED_NO_VALUES
-
-
-def refuse_before_dividing(pipe: Any, plan: Plan, axis: Axis, device: torch.device) -> None:
-    """Raise what `each_in_shards` would, before anything has changed: UnsupportedModel, or PlanError for memory."""
-    total = 0
-    for network in _divided(pipe).values():
-        try:
-            blocks = packed_blocks(network, device, on_the_host=True)
-        except UnsupportedModel:
-            if network in _text_encoders(pipe).values():
-                continue
-            raise
-        whole = resident_of(len(blocks), plan.resident)
-        total += sum(block.shard_bytes(axis.size) for number, block in enumerate(blocks) if number not in whole)
-    if plan.weights == "hosted":
-        refuse_without_host_memory(total)
-
-
-def each_in_shards(
-    pipe: Any, plan: Plan, axis: Axis, device: torch.device, copy: CopyMemory
-) -> Iterator[tuple[nn.Module, ShardedWeights | None]]:
-    """Yield each denoiser and text encoder with this rank's part of its weights, on the host so far, copied by `copy`.
-
-    None for a text encoder that stays whole, which is logged. Raises UnsupportedModel for such a denoiser.
-    """
-    for name, network in _divided(pipe).items():
-        try:
-            yield network, ShardedWeights(network, _store(plan, axis, device), resident=plan.resident, copy=copy)
-        except UnsupportedModel as error:  # the same on all ranks
-            if network not in _text_encoders(pipe).values():
-                raise
-            yield network, None
-            _log_whole(name, axis, error)
-
-
-def _divided(pipe: Any) -> dict[str, nn.Module]:
-    return {**denoisers_of(pipe), **_text_encoders(pipe)}
-
-
-def _text_encoders(pipe: Any) -> dict[str, nn.Module]:
-    named = pipe.components.items()
-    return {name: each for name, each in named if name.startswith(ENCODER) and isinstance(each, nn.Module)}
-
-
-def _store(plan: Plan, axis: Axis, device: torch.device) -> BlockStore:
-    return HostStore(axis, device) if plan.weights == "hosted" else DeviceShards(axis, device)
-
-
-def _log_whole(name: str, axis: Axis, error: UnsupportedModel) -> None:
-    if axis.rank == 0:
-        log.warning("%s stays whole on every rank: %s", name, error)
 
 
 def ranks_of_plain_call(plan: Plan, mesh: Mesh, weights: "InstalledWeights | None") -> Axis:
@@ -155,7 +80,7 @@ class InstalledWeights:
         self._hooks = HookSet()
         for weights in filter(None, self._held.values()):
             self._join(weights)
-        for name, network in _text_encoders(pipe).items():
+        for name, network in text_encoders_of(pipe).items():
             self._hooks.before(network, partial(self._before_encoder, name), with_kwargs=True)
 
     def before_denoiser(
@@ -194,19 +119,26 @@ class InstalledWeights:
         try:
             tensor.prepare(plain, call)
         except BaseException:
-            blocks.give_back()
+            if blocks.held is not None:  # not divided by features yet: it stays in shards
+                self._held[network] = blocks.held
             raise
         self._sharded[network] = blocks.weights
 
     def _features_of(self, network: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> ShardedWeights:
         device = self._comm.transport.device
-        with torch.inference_mode(mode=False):
-            store = _store(self._plan, self._same_features, device)
-            found = ShardedWeights(network, store, resident=self._plan.resident, copy=copy_memory)
-            found.times_whole = self._axis.size // self._same_features.size
-            self._join(found)
-        move(network, device)
-        self._keep_what_is_read_outside(found, plain, call)
+        try:
+            with torch.inference_mode(mode=False):
+                store = self._store(network, self._same_features, on_the_host=True)
+                found = ShardedWeights(network, store, resident=self._plan.resident, copy=copy_memory)
+                found.times_whole = self._axis.size // self._same_features.size
+                self._join(found)
+        finally:  # also where it is refused
+            move(network, device)
+        try:
+            self._keep_what_is_read_outside(found, plain, call)
+        except PlanError:  # of all ranks
+            found.restore()
+            raise
         return found
 
     def _catch_up(self) -> None:
@@ -222,7 +154,7 @@ class InstalledWeights:
         try:
             self._sharded[network] = self._shard(network, network.forward, (args, kwargs))
         except UnsupportedModel as error:  # the same on all ranks
-            _log_whole(name, self._axis, error)
+            log_whole(name, self._axis, error)
         except BaseException:
             del self._sharded[network]
             raise
@@ -247,10 +179,18 @@ class InstalledWeights:
 
     def _new(self, network: nn.Module) -> ShardedWeights:
         with torch.inference_mode(mode=False):  # slots are written to in calls without it too
-            store = _store(self._plan, self._axis, self._comm.transport.device)
+            store = self._store(network, self._axis, on_the_host=False)
             found = ShardedWeights(network, store, resident=self._plan.resident)
             self._join(found)
         return found
+
+    def _store(self, network: nn.Module, axis: Axis, *, on_the_host: bool) -> BlockStore:
+        """Return where this rank's part of a network goes. Collective of the ranks of an image. Raises PlanError."""
+        device = self._comm.transport.device
+        if self._plan.weights == "hosted":
+            need = bytes_of_part(network, self._plan, axis, device, on_the_host=on_the_host)
+            refuse_without_host_memory(need, (self._comm, self._axis))
+        return store_for(self._plan, axis, device)
 
     def _join(self, weights: ShardedWeights) -> None:
         weights.join(self._comm)
@@ -259,6 +199,11 @@ class InstalledWeights:
                 f"the host memory with weights of {type(weights.network).__name__} cannot be mapped by all ranks, "
                 "although a first page could: use weights=sharded"
             )
+
+    def begin(self) -> None:
+        """Begin a call of the pipeline, also after one that has failed. Raises UnsupportedModel, ExchangeError."""
+        self.finish()
+        self._refuse_replaced()
 
     def finish(self) -> None:
         """End a call of the pipeline: wait for gathers that were started in advance. Raises ExchangeError."""
@@ -274,7 +219,7 @@ class InstalledWeights:
         self._sharded.clear()
         self._held.clear()
 
-    def refuse_replaced(self) -> None:
+    def _refuse_replaced(self) -> None:
         """Raise UnsupportedModel if a method has replaced weights while they were sharded: their values are lost."""
         for network, weights in (*self._sharded.items(), *self._held.items()):
             replaced = [] if weights is None else weights.replaced()
@@ -289,7 +234,7 @@ class InstalledWeights:
         """Remove the hooks; return the networks in shards, which stay so. Raises ExchangeError."""
         self.finish()
         self._hooks.close()
-        every = {**self._held, **self._sharded}
+        every = {**self._sharded, **self._held}
         return {network: weights for network, weights in every.items() if weights is None or weights.in_slots}
 
 

@@ -255,7 +255,7 @@ class PipelineJob:
         return self._is_cancelled or self._is_to_suspend or self._caller.has_enough
 
     def _chosen(self) -> Plan:
-        state, placement, kwargs = self._state, self._placement, self._caller.kwargs
+        state, placement, kwargs = self._state, self._placement, self._caller.bound
         plan = placement.plan
         if plan is None:
             ranks, note = self._candidates()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from patchpar.errors import PlanError
 from patchpar.pipeline.messages import Previews
-from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.plan.scalars import is_number
+
+if TYPE_CHECKING:
+    from patchpar.pipeline.suspended_call import SuspendedCall  # imports what starts workers, which ranks need not
 
 Adapters = tuple[tuple[str, float], ...]
 """Names of adapters in order, and their scales."""

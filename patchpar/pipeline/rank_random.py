@@ -19,18 +19,21 @@ from patchpar.shard.generators import generators_of
 def take_random_state(state: RandomState, device: torch.device) -> None:
     """Set torch's random state to the caller's, so that a call without a generator gives the image of plain diffusers.
 
-    A rank on a GPU takes the state of the caller's GPU if there is one, else a seed sampled from the CPU state.
+    Of the CPU and of this rank's device: other devices of its process may be those of other ranks, or the caller's. A
+    rank on a GPU takes the seed, or the state of the caller's GPU, or else a seed sampled from the CPU state.
     """
-    if state.seed is not None:
-        torch.manual_seed(state.seed)
+    if state.seed is None:
+        torch.set_rng_state(state.cpu)
+    else:
+        torch.default_generator.manual_seed(state.seed)
+    if not accelerators.is_accelerator(str(device)):
         return
-    torch.set_rng_state(state.cpu)
-    if device.type == "cpu":
-        return
-    if state.gpu is not None:
+    if state.seed is None and state.gpu is not None:
         accelerators.set_random_state(state.gpu, device)
     else:
-        accelerators.device_module(device.type).manual_seed(int(torch.randint(2**62, ())))
+        seed = int(torch.randint(2**62, ())) if state.seed is None else state.seed
+        with accelerators.current_device(str(device)):
+            accelerators.device_module(device.type).manual_seed(seed)
 
 
 def with_generator_of_seed(pipe: Any, kwargs: Mapping[str, Any], state: RandomState | None) -> Mapping[str, Any]:

@@ -54,9 +54,11 @@ class Recovery:
         """Return plan, ranks and the reason for them (empty: as before) of another attempt after one with these.
 
         Raises the error if there is no other attempt, RetriesExhausted if there have been as many as there may be, and
-        WorkerOutOfMemory, with what is free.
+        WorkerOutOfMemory, with what is free. A plain call, which keeps no journal, has no other attempt.
         """
         if self._caller.journal is None:
+            if isinstance(error, WorkerOutOfMemory) and self._state.ranks.kind == "local":
+                raise self._lacked_memory(error, ranks, self._free_memory(ranks)) from error
             raise error
         if isinstance(error, ReplayMismatch) or getattr(error, "cause", "") == MISMATCH:
             return self._from_the_start(error, plan, ranks)
@@ -107,7 +109,7 @@ class Recovery:
         if plan.data > 1 or plan.divides_weights or depends_on_plan:
             return None
         try:
-            fewer = self._state.choose(self._placement.rule, left, self._caller.kwargs)
+            fewer = self._state.choose(self._placement.rule, left, self._caller.bound)
             self._check(fewer.plan, left)
         except PlanError:
             return None
@@ -134,15 +136,20 @@ class Recovery:
             for larger, more in self._larger(plan, ranks):
                 return self._retried(error, (larger, more, f"on more ranks, since a device lacked memory with {plan}"))
         again = ", and there is none either for the attempt that was to take less" if tried else ""
+        raise self._lacked_memory(error, ranks, free, again) from error
+
+    def _lacked_memory(self, error: Exception, ranks: tuple[int, ...], free: str, again: str = "") -> WorkerOutOfMemory:
+        """Return the error for the caller. `again`: what to add if this was not the first attempt."""
+        step, steps = self._caller.progress
         where = f"in step {min(step + 1, steps)} of {steps}" if steps else "before the end of the first step"
-        raise WorkerOutOfMemory(
+        return WorkerOutOfMemory(
             f"a device of ranks {ranks} lacked memory{again}, {where}; "
             f"free now: {free}. Use a smaller image, fewer images in a call, a plan for more ranks, weights=hosted, or "
             f"vae='tiled'. {error}",
             rank=getattr(error, "rank", None),
             cause=getattr(error, "cause", "") or type(error).__name__,
             free=free,
-        ) from error
+        )
 
     def _retried(self, error: Exception, attempt: NextAttempt) -> NextAttempt:
         log.warning("%s; the job is made again %s", _first_line(error), attempt[2])

@@ -121,7 +121,7 @@ class PipelineRunner:
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = done_or_undone(self.pipe, name, lambda: method(*args, **kwargs))
+        result = done_or_undone(self.pipe, name, method, args, kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
@@ -131,8 +131,8 @@ class PipelineRunner:
         owner, _, attribute = name.rpartition(".")
         if self.context.world_size > 1 and is_name_of_denoiser(name):
             refuse_compiled(value)
-        if owner or isinstance(value, nn.Module):
-            self.restore()  # the next call installs hooks again; the new value may replace a hooked module
+        if owner or isinstance(value, nn.Module):  # which may replace a hooked module; the next call installs hooks
+            self.restore(name.partition(".")[0])
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
         return set_by_attributes(self.pipe)
 
@@ -151,7 +151,7 @@ class PipelineRunner:
     def install(self, plan: Plan, **options: Any) -> None:
         """Make denoisers and VAEs parallel; other ranks than the plan's stay idle. `options`: of CallOptions."""
         self._uninstall()
-        wanted = CallOptions(plan=plan, **options)
+        wanted, self._installed_for = CallOptions(plan=plan, **options), {}  # until it is done
         mesh, held = plan.mesh(self.context.rank, wanted.members), self._held.take(plan, wanted.members)
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
         works = plan.world_size > 1 or one_rank or wanted.vae == "tiled" or needs_hooks(self.pipe, wanted, self.device)
@@ -172,12 +172,12 @@ class PipelineRunner:
         sets = rank_sets(ranks, **plan.degrees())
         form_groups(self._connected(), sets, symmetric_memory=symmetric_memory)
 
-    def restore(self) -> None:
-        """Remove every hook, and give encoders and weights to all ranks: the pipeline is as before `install`."""
+    def restore(self, component: str = "") -> None:
+        """Remove every hook, and give all ranks encoders and weights, or this component: it is as before `install`."""
         self._adapters.leave()
         self._uninstall()
-        self._held.give_back()
-        self._encoders.give_back()
+        self._held.give_back(getattr(self.pipe, component, component) if component else None)
+        self._encoders.give_back_for(f"{component}." if component else "")
 
     def _uninstall(self) -> None:
         self._held.keep(self._installed.uninstall())

@@ -23,7 +23,7 @@ ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
 TASKS = (None, "image-to-image", "inpainting")
 REFUSED_OPTIONS = {
-    "device_map": "every rank holds the whole pipeline; pass plan= to divide the work",
+    "device_map": "a plan divides the work between devices, and with weights=sharded or hosted the memory: pass plan=",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",
 }
 

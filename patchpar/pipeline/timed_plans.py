@@ -29,7 +29,11 @@ from patchpar.plan.scalars import is_whole
 
 PLANNED = ("height", "width", "num_frames", "guidance_scale", "true_cfg_scale", "negative_prompt")
 """Arguments that a forecast depends on."""
-WITHOUT_EFFECT = ("prompt", "generator", "output_type", "return_dict", "num_inference_steps")
+CALLBACK = "callback_on_step_end"
+WITHOUT_EFFECT = (
+    *("prompt", "generator", "output_type", "return_dict", "num_inference_steps"),
+    *(CALLBACK, f"{CALLBACK}_tensor_inputs"),
+)
 OFF = 0.25
 """A call that takes more or less than its forecast by this much is off."""
 OTHERS = 3
@@ -121,7 +125,12 @@ class TimedPlans:
         )
 
     def compared(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
-        """Return the statistics of a call with its forecast. A first call, which also verifies, corrects nothing."""
+        """Return the statistics of a call with its forecast, which knows of no callback.
+
+        A first call, which also verifies, corrects nothing.
+        """
+        if kwargs.get(CALLBACK) is not None:
+            return run
         found = self._found.get(_key(_call_of(kwargs)))
         ranked = found.ranked if isinstance(found, PlanSearchResult) else ()
         forecast = next((each for each in ranked if each.plan == run.plan), None)

@@ -111,7 +111,9 @@ def _check_prompt(name: str, value: Any) -> None:
 def check_pipeline(pipe: Any, world_size: int) -> None:
     """Raise UnsupportedModel for an offloaded, spread, parallel or compiled pipeline on so many ranks."""
     if getattr(pipe, "hf_device_map", None):
-        raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
+        raise UnsupportedModel(
+            "the pipeline is spread over devices by device_map: load it without, and give a plan with weights=sharded"
+        )
     if is_offloaded(pipe) and world_size > 1:
         raise UnsupportedModel("the pipeline is offloaded to the CPU: pass it without offloading")
     refuse_parallel(pipe)

@@ -50,19 +50,21 @@ class ResyncDecider:
     full_bytes: float = 0.0  # of a synchronous step
     most_drift: float = 0.0
 
-    def next_is_fresh(self, drift: float, sent: float, *, fresh: bool) -> bool:
-        """Whether the next step is fresh, after one of relative `drift` and `sent` bytes; the same on all ranks."""
+    def next_is_fresh(self, drift: float, sent: float, *, fresh: bool, calls: int = 1) -> bool:
+        """Whether the next step is fresh, after one of relative `drift` and `sent` bytes; the same on all ranks.
+
+        `calls`: how many a step has, each with a decider and an equal share of the budget.
+        """
         self.spent, self.evaluations = self.spent + sent, self.evaluations + 1
         if fresh:
             self.full_bytes = max(self.full_bytes, sent)
         if self.rules.budget is not None:
-            return self._affordable(drift)
+            return self._affordable(drift, self.rules.budget / calls)
         unknown = self.evaluations == 1 and drift == 0  # nothing to compare with yet, and early steps change most
         return (unknown and self.rules.quality is not None) or drift > self.rules.limit()
 
-    def _affordable(self, drift: float) -> bool:
-        """Return whether the budget covers a synchronous step, and the drift is not small relative to the largest."""
-        assert self.rules.budget is not None
+    def _affordable(self, drift: float, budget: float) -> bool:
+        """Return whether `budget` covers a synchronous step, and the drift is not small relative to the largest."""
         self.most_drift = max(drift, 0.9 * self.most_drift)
-        left = self.rules.budget * (self.evaluations + 1) - self.spent
+        left = budget * (self.evaluations + 1) - self.spent
         return left >= self.full_bytes and drift >= 0.5 * self.most_drift

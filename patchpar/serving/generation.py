@@ -5,7 +5,6 @@ Knows nothing of HTTP. Calls come from the threads of the queue, which has no mo
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -13,16 +12,15 @@ from patchpar.errors import (
     CallCancelled,
     CallSuspended,
     LaunchError,
-    PatchparError,
     PlanError,
     WorkerError,
     WorkerOutOfMemory,
 )
+from patchpar.launch.remote_errors import has_broken_device
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.pipeline import ParallelPipeline
-from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
 from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated, image_of
@@ -36,8 +34,8 @@ from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.ranks_in_service import check_in_service
 from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
-from patchpar.serving.unfinished_call import UnfinishedCall
-from patchpar.serving.warm_up import warm_up_arguments
+from patchpar.serving.unfinished_call import UnfinishedCall, ask_to_suspend
+from patchpar.serving.warm_up import refusal_of, warm_up_arguments
 from patchpar.stream.web.video_file import frames_of
 
 PoolState = Literal["loading", "ready", "lost"]
@@ -56,6 +54,7 @@ class ImageGenerator:
         self.task: PipelineTask | None = None
         self.loras = LoraRegistry()
         self._is_warm = self.can_batch = False
+        self.why_no_decoder = ""  # of partial images
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
         self._tokenizer: Any = None
@@ -123,7 +122,9 @@ class ImageGenerator:
         takes = self.served.devices_of(plan)
         with self.ranks.taken(len(self.served.devices)) as ranks:
             groups = [ranks[start : start + takes] for start in range(0, len(ranks) - takes + 1, takes)]
-            self.warm_up_on(job, plan, groups)
+            if not self.makes_videos:
+                self.why_no_decoder = refusal_of(partial(self._short_call, job, plan, groups[0], decoded=True))
+            self.warm_up_on(job, plan, groups)  # also starts workers again that have been lost in it
             if self.served.batch > 1:
                 self.can_batch = self._batches_are_equal(job, groups[0])
         self._is_warm = True
@@ -155,14 +156,20 @@ class ImageGenerator:
 
     def warm_up_on(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
         """Make a call of two steps on each of these groups of ranks."""
-        arguments, size = warm_up_arguments(self.description, plan)
         for group in groups:
-            previews = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None)
-            begun = self._submit(arguments, plan, group, previews=previews.previews, adapters=self.loras.adapters({}))
-            made = self._finished(job, begun, group)
+            made, previews = self._short_call(job, plan, group)
             images = getattr(made.output, "images", None)
             if images is not None and hasattr(images[0], "convert"):
                 previews.fit(images[0])
+
+    def _short_call(
+        self, job: Job, plan: Plan | str, ranks: tuple[int, ...], *, decoded: bool = False
+    ) -> tuple[FinishedCall, PartialImages]:
+        """Make a call of two steps with a partial image, and return it with what has received that."""
+        arguments, size = warm_up_arguments(self.description, plan)
+        previews = PartialImages(self._colours, size=size, count=1, image_index=0, send=lambda _: None, decoded=decoded)
+        begun = self._submit(arguments, plan, ranks, previews=previews.previews, adapters=self.loras.adapters({}))
+        return self._finished(job, begun, ranks), previews
 
     def generate(self, job: Job, call: ImageCall) -> GeneratedImages:
         """Return the images of a call. Raises Cancelled, Suspended, PlanError, and what the pipeline raises.
@@ -172,7 +179,6 @@ class ImageGenerator:
         """
         plan = call.plan_of(self.served)
         kept = job.kept = job.kept or UnfinishedCall()
-        runs: list[Run] = []
         tokens = self._tokens(call.arguments["prompt"])
         with self.ranks.taken(self._count(job, plan)) as ranks:
             for number in range(len(kept.done), call.count):
@@ -190,7 +196,7 @@ class ImageGenerator:
                 made = self._made(job, call, call.seeds[number], plan, ranks, previews=previews)
                 image = image_of(made.output)
                 latents.fit(image)
-                runs.append(made.run)
+                kept.runs.append(made.run)
                 kept.finish(
                     CompletedImage(
                         image_index=number,
@@ -201,7 +207,7 @@ class ImageGenerator:
                     )
                 )
                 job.send(kept.done[-1])
-        return generated(kept.done, runs)
+        return generated(kept.done, kept.runs)
 
     def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
         """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""
@@ -259,7 +265,7 @@ class ImageGenerator:
     def _finished(self, job: Job, call: PipelineJob, ranks: tuple[int, ...]) -> FinishedCall:
         """Wait for a call, which ends with its job, and report steps. Raises Cancelled, Suspended, and its error."""
         before = 0 if job.kept is None else job.kept.done_steps
-        with job.during(cancel=call.cancel, suspend=partial(_ask_to_suspend, call)):
+        with job.during(cancel=call.cancel, suspend=partial(ask_to_suspend, call)):
             while not call.wait(STEP_SECONDS):
                 job.show(step=call.progress.step, steps=call.progress.steps)
                 job.done_steps = before + call.progress.step
@@ -271,8 +277,9 @@ class ImageGenerator:
             raise Cancelled from None
         except WorkerOutOfMemory:
             raise  # the workers are as they were
-        except (WorkerError, LaunchError):
-            self.ranks.lose(ranks)
+        except RuntimeError as error:
+            if isinstance(error, (WorkerError, LaunchError)) or has_broken_device(error):  # that of this process
+                self.ranks.lose(ranks)
             raise
         self.ranks.restore(ranks)
         assert call.run is not None
@@ -289,8 +296,3 @@ class ImageGenerator:
         if not callable(self._tokenizer):
             return 0
         return len(self._tokenizer(prompt)["input_ids"])
-
-
-def _ask_to_suspend(call: PipelineJob) -> None:
-    with suppress(TimeoutError, PatchparError):  # what the call raises is raised where it is waited for
-        call.suspend(timeout=0)

@@ -17,6 +17,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
 from patchpar.serving.upload_arguments import MIN_SIDE, uploaded_size, with_uploads
 from patchpar.serving.uploaded_image import Uploads, with_decoded
+from patchpar.strategies.structure.options import StructureGuidance
 
 NO_UPLOADS = Uploads()
 RANDOM_SEEDS = 2**32
@@ -69,7 +70,7 @@ class CallRules:
     """What requests are checked against: the model, its devices and plan as they are served, and limits.
 
     `needs_image`: the model cannot do without an image. `loras`: those that requests may select. `ranks`: those that
-    are served; None is one for each device.
+    are served; None is one for each device. `why_no_decoder`: why the model cannot decode partial images; "" if it can.
     """
 
     model: PipelineInfo
@@ -78,6 +79,7 @@ class CallRules:
     needs_image: bool = False
     loras: LoraRegistry = field(default_factory=LoraRegistry)
     ranks: RankPool | None = None
+    why_no_decoder: str = ""
 
     @property
     def devices(self) -> int:
@@ -105,6 +107,9 @@ class CallRules:
         self._check_size(size[1], size[0], is_given=bool(sides) or not uploads.images)
         plan = self._plan(request)
         self._check(arguments, self.served.plan if plan is None else plan)
+        decodes = getattr(request, "previews", None) == "vae"
+        if decodes and getattr(request, "partial_count", 0):
+            self._check_decoder(plan)
         seed = secrets.randbelow(RANDOM_SEEDS) if request.seed is None else request.seed
         return ImageCall(
             arguments=arguments,
@@ -114,9 +119,17 @@ class CallRules:
             plan=plan,
             degree=None if isinstance(plan, Plan) else request.degree,
             partial_images=getattr(request, "partial_count", 0),
-            decodes_partial_images=getattr(request, "previews", None) == "vae",
+            decodes_partial_images=decodes,
             loras=self.loras.scales_of(request.lora),
         )
+
+    def _check_decoder(self, plan: Plan | str | None) -> None:
+        """Raise RequestError where partial images cannot be decoded, which else the call would find out."""
+        reason = self.why_no_decoder
+        if not reason and isinstance(plan, Plan) and isinstance(plan.strategy, StructureGuidance):
+            reason = f"strategy {plan.strategy.name} has latents of its own on each rank: use previews of the latents"
+        if reason:
+            raise RequestError(f"previews='vae': {reason}", param="previews", code="unsupported_parameter")
 
     def _check_counts(self, request: PipelineFields) -> None:
         limits = self.limits

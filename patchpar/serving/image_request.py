@@ -8,6 +8,8 @@ from patchpar.serving.pipeline_fields import PipelineFields, Text, check_only, f
 from patchpar.serving.request_error import RequestError
 
 OutputFormat = Literal["png", "jpeg", "webp"]
+LOSSLESS = 100
+"""The compression of a PNG in OpenAI's terms."""
 
 
 class GenerationRequest(PipelineFields):
@@ -64,7 +66,7 @@ def parse_edit(values: dict[str, str]) -> EditRequest:
 def parse_edit_text(body: bytes) -> EditRequest:
     """Return the request of the JSON of a WebSocket, which has one image for each. Raises RequestError as others do."""
     request = from_json(EditRequest, body)
-    _check(request)
+    _check(request, output_format="jpeg")
     for name in ("n", "stream", "partial_images"):
         if getattr(request, name) not in (None, 0, 1, False):
             raise RequestError(f"{name}: a WebSocket sends one image for each: leave it out", param=name)
@@ -72,8 +74,16 @@ def parse_edit_text(body: bytes) -> EditRequest:
     return request
 
 
-def _check(request: GenerationRequest) -> None:
+def _check(request: GenerationRequest, output_format: OutputFormat = "png") -> None:
+    """Raise RequestError for fields that do not go together. `output_format`: of a request that gives none."""
     check_only(request, ONLY)
+    if (request.output_format or output_format) == "png" and request.output_compression not in (None, LOSSLESS):
+        raise RequestError(
+            f"output_compression={request.output_compression} with PNG, which has no quality: add output_format "
+            "jpeg or webp, or leave it out",
+            param="output_compression",
+            code="unsupported_parameter",
+        )
     if request.partial_images and not request.stream:
         raise RequestError(
             f"partial_images={request.partial_images}: they are sent with stream=true only: add it, or leave them out",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from patchpar.errors import PatchparError, WorkerDied, WorkerHung
+from patchpar.errors import LaunchError, PatchparError, WorkerDied, WorkerError, WorkerHung
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 log = logging.getLogger(__name__)
@@ -196,8 +196,8 @@ class Job:
             result = self._work(self)
         except Suspended:
             self._wait_again()
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits for the outcome gets it
-            self.fail(error)
+        except BaseException as error:  # noqa: BLE001  whatever it is, whoever waits for the outcome gets it
+            self.fail(error if isinstance(error, Exception) else _raised_exit(error))
         else:
             self.finish(result)
 
@@ -234,8 +234,9 @@ class Job:
         if isinstance(error, Cancelled):
             self._end_with(self._reason, state="cancelled")
             return
-        if not isinstance(error, PatchparError):
-            log.exception("a job failed")
+        is_of_server = self.is_urgent and isinstance(error, (WorkerError, LaunchError))  # nobody else hears of it
+        if is_of_server or not isinstance(error, PatchparError):
+            log.error("a job failed", exc_info=error)
         self._end_with(error, state="failed", error=job_error_message(error))
 
     def _wait_again(self) -> None:
@@ -273,6 +274,11 @@ class Job:
             self._view = replace(self._view, **changes, version=self._view.version + 1)
         self._notify()
         return True
+
+
+def _raised_exit(error: BaseException) -> RuntimeError:
+    """Return an error in the place of one that would end whoever waits for the job, such as SystemExit of a model."""
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def job_error_message(error: Exception) -> str:

@@ -11,8 +11,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from patchpar.errors import PatchparError
+from patchpar.errors import PlanError
 from patchpar.serving.job import Cancelled, Job, Journaled
+from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.partial_images import CompletedImage
 from patchpar.serving.refusals import loading
 from patchpar.serving.request_error import RequestError
@@ -29,6 +30,8 @@ class KeptWork:
 
     `route`: "generation", "edit" or "video".
 
+    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
+
     `drop`: frees what is kept. `images`: how many images the job makes, for its progress. `ended`: called at its end.
     """
 
@@ -41,6 +44,7 @@ class KeptWork:
     images: int = 1
     route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
+    is_awaited: bool = False
 
 
 class KeptJob:
@@ -101,7 +105,8 @@ class KeptJob:
         except Cancelled as error:
             self.error, end = error, "cancelled"
         except Exception as error:
-            if not isinstance(error, PatchparError):
+            is_public = isinstance(error, (PlanError, RequestError)) or is_out_of_memory(error)
+            if not is_public:
                 log.exception("%s failed", self.id)
             self.error, end = error.with_traceback(None), "failed"
         ended = _ended_job(self.job.view.step, self.job.view.steps)  # without result and events of the other one
@@ -170,7 +175,7 @@ class KeptJobs:
                 return None
             if found[1] != digest:
                 reason = "Idempotency-Key: another request has used it: use a new one"
-                raise RequestError(reason, status=409, code="idempotency_conflict")
+                raise RequestError(reason, status=409, code="idempotency_conflict", is_final=True)
             return self._jobs[found[0]]
 
     def restore(self, kept: KeptJob) -> None:
@@ -248,7 +253,7 @@ class KeptJobs:
         """Drop jobs that have expired, and beyond the limit the oldest ones of who has most. Needs the lock."""
         now = time.time()
         late, ended = list[KeptJob](), defaultdict[str, deque[KeptJob]](deque)
-        for each in (each for each in self._jobs.values() if each.ended.is_set()):
+        for each in (each for each in self._jobs.values() if each.ended.is_set() and not each.work.is_awaited):
             if (self.expires_at(each) or now) < now:
                 late.append(each)
             else:

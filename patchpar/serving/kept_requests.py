@@ -48,7 +48,10 @@ class EarlierRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterRequest:
-    """A request whose result is kept. `key` and `digest`: see KeptJobs.add. `entry`: what the journal has of it."""
+    """A request whose result is kept. `key` and `digest`: see KeptJobs.add. `entry`: what the journal has of it.
+
+    `is_awaited`: see KeptWork.
+    """
 
     route: str
     wanted: Any
@@ -57,6 +60,7 @@ class LaterRequest:
     key: str = ""
     digest: bytes = b""
     entry: JournaledRequest | None = None
+    is_awaited: bool = False
 
 
 def keep(service: ImageService, later: LaterRequest) -> KeptJob:
@@ -80,6 +84,7 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
         images=getattr(later.wanted, "n", None) or 1,
         route=later.route,
         ended=partial(_ended, service),
+        is_awaited=later.is_awaited,
     )
     entry = later.entry
     name, created_at = ("", None) if entry is None else (entry.id, entry.created_at)

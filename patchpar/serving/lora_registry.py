@@ -80,15 +80,23 @@ class LoraRegistry:
 
     def load(self, lora: RegisteredLora, pipe: Any) -> None:
         """Load a LoRA on all ranks. Raises PlanError for a name that is taken, and as RegisteredLora.load_into does."""
-        if lora.name in self._known:
-            raise PlanError(f"LoRA {lora.name}: there is one of that name: remove it first, or use another name")
+        self.check_new(lora.name)
         lora.load_into(pipe)
         self._known[lora.name] = lora
         self.is_used = True
 
-    def remove(self, name: str, pipe: Any) -> None:
-        """Delete a LoRA on all ranks. Raises RequestError, 404, for an unknown name."""
+    def check_new(self, name: str) -> None:
+        """Raise PlanError for a name that is taken."""
+        if name in self._known:
+            raise PlanError(f"LoRA {name}: there is one of that name: remove it first, or use another name")
+
+    def check_known(self, name: str) -> None:
+        """Raise RequestError, 404, for an unknown name."""
         self._check(name, "name", status=404)
+
+    def remove(self, name: str, pipe: Any) -> None:
+        """Delete a LoRA on all ranks. Raises as `check_known` does."""
+        self.check_known(name)
         pipe.delete_adapters(name)
         del self._known[name]
 

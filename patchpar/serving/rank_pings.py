@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from patchpar.errors import CallCancelled, LaunchError, PatchparError, WorkerError
+from patchpar.errors import CallCancelled, PatchparError
 
 PERIOD_SECONDS = 0.5
 """Between an answer of a rank and the next question."""
@@ -79,7 +79,7 @@ class RankPings:
             self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
         except CallCancelled:
             return True  # it has something to do
-        except (WorkerError, LaunchError) as error:
+        except RuntimeError as error:  # LaunchError, WorkerError, or of the device of a rank in this process
             if not self._closing.is_set():
                 log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
                 lose(rank)

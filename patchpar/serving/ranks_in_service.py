@@ -45,7 +45,7 @@ def check_removable(generator: ServedRanks, rank: int) -> None:
     elif not generator.pipe.can_release:
         reason = "ranks are started together here, and none can be ended alone: start the server with other --devices"
     if reason:
-        raise RequestError(f"rank {rank}: {reason}", status=409, code="rank_needed")
+        raise RequestError(f"rank {rank}: {reason}", status=409, code="rank_needed", is_final=True)
 
 
 def check_removed(generator: ServedRanks, rank: int) -> None:

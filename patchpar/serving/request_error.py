@@ -8,10 +8,16 @@ from patchpar.errors import PatchparError
 
 KINDS = {429: "rate_limit_error"}
 """Types of errors by status, as OpenAI's clients know them; others are of the request itself, or of the server."""
+NO_RETRY = {"x-should-retry": "false"}
+"""What OpenAI's clients go by before the status."""
 
 
 class RequestError(PatchparError):
-    """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients."""
+    """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients.
+
+    `is_final`: the same request would only fail again, or be made twice: OpenAI's clients repeat others with the
+    statuses 409, 429 and 5xx by themselves.
+    """
 
     def __init__(
         self,
@@ -21,8 +27,10 @@ class RequestError(PatchparError):
         code: str = "invalid_value",
         param: str | None = None,
         retry_after: int | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
+        self.is_final = is_final
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
     @property
@@ -34,7 +42,8 @@ class RequestError(PatchparError):
     @property
     def headers(self) -> Mapping[str, str]:
         """Headers of the response."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return {**found, **NO_RETRY} if self.is_final else found
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

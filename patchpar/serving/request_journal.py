@@ -8,7 +8,6 @@ FOLDER/ID/call.safetensors      the denoiser calls of the image that is not fini
 A folder appears at once, when all of it is written. Nothing in it is code.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -84,6 +83,10 @@ class RequestJournal:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PlanError(f"--journal {folder}: it cannot be written to: change its permissions, or use another one")
         self._folder = folder
+        try:
+            import fcntl  # only here, since a server without a journal also runs on Windows
+        except ModuleNotFoundError as error:
+            raise PlanError(f"--journal {folder}: this system has no locks of folders: leave --journal out") from error
         lock = os.open(folder, os.O_RDONLY)
         self._unlock = weakref.finalize(self, os.close, lock)
         try:

@@ -124,6 +124,7 @@ class JobScheduler:
                 status=504,
                 param="deadline_ms",
                 code="deadline_unreachable",
+                is_final=True,
             )
 
     def _degrees(self, facts: JobFacts) -> tuple[int, ...]:
@@ -158,4 +159,5 @@ def check_not_late(job: Job) -> None:
             status=504,
             param="deadline_ms",
             code="deadline_missed",
+            is_final=True,
         )

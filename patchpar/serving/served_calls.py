@@ -75,6 +75,7 @@ class ServedCalls:
         for each, images in zip(joined, made, strict=True):
             each.send(completed(images))
             if each is not job:
+                self._metrics.observe(each.queued_seconds, each.facts.shape.pixels, ())  # the call is counted once
                 each.finish(images)
         self._ended(job, made[0].runs, made[0].figures, is_alone=len(joined) == 1)
         return made[0]

@@ -87,7 +87,8 @@ class ImageService:
         """What clients are told of the model, beside its name; nothing before it is loaded."""
         if self._rules is None:
             return {}
-        return model_facts(self._rules.model, self.generator.task, self.settings.limits)
+        decodes = not self._rules.why_no_decoder
+        return model_facts(self._rules.model, self.generator.task, self.settings.limits, decodes=decodes)
 
     @property
     def state(self) -> str:
@@ -122,6 +123,7 @@ class ImageService:
             needs_image=task is not None and task.begins_with == "image",
             loras=self.generator.loras,
             ranks=self.generator.ranks,
+            why_no_decoder=self.generator.why_no_decoder,
         )
         ranks = self.generator.ranks
         self.generator.pings.start(ranks.is_idle, self._lose, ranks.is_overdue)

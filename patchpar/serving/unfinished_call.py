@@ -1,9 +1,11 @@
 """What a suspended request has reached: finished images, and the denoiser calls of the one that is not."""
 
 import threading
+from contextlib import suppress
 
 from patchpar.errors import PatchparError
 from patchpar.pipeline.job import PipelineJob
+from patchpar.pipeline.report import Run
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.serving.partial_images import CompletedImage, PartialImages
 
@@ -17,6 +19,8 @@ class UnfinishedCall:
     def __init__(self, done: tuple[CompletedImage, ...] = (), suspended: SuspendedCall | None = None) -> None:
         self.done = list(done)
         self.suspended = suspended
+        self.runs: list[Run] = []
+        """Statistics of the calls of this process that have made finished images, also before it was suspended."""
         self._lock = threading.Lock()
         self.partial = 0, 0
         """Of the next image: the last step whose latents have come, and how many partial images were sent."""
@@ -63,3 +67,9 @@ class UnfinishedCall:
         with self._lock:
             self.done.append(image)
             self.suspended, self.partial, self._latents, self._call = None, (0, 0), None, None
+
+
+def ask_to_suspend(call: PipelineJob) -> None:
+    """Let a call end before its next denoiser call, without waiting for it."""
+    with suppress(TimeoutError, PatchparError):  # what the call raises is raised where it is waited for
+        call.suspend(timeout=0)

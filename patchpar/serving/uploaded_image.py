@@ -3,10 +3,12 @@
 A job keeps files and not pixels while it waits: a file of kilobytes may be 120 MB of these.
 """
 
+import asyncio
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
@@ -17,6 +19,14 @@ MAX_PIXELS = 40_000_000
 """Of all images of a request together. A decoded image takes three bytes for each pixel."""
 TRANSPARENT = 128
 """Alpha below which a pixel of a mask counts as transparent, which is where the image is painted anew."""
+CHECKS = ThreadPoolExecutor(2, "patchpar-uploads")
+"""Files are decoded to be checked, two requests at a time: each may take eight bytes for each of MAX_PIXELS."""
+T = TypeVar("T")
+
+
+async def checked_aside(check: Callable[..., T], *args: Any) -> T:
+    """Return what a function returns that decodes uploads. The event loop goes on meanwhile."""
+    return await asyncio.get_running_loop().run_in_executor(CHECKS, check, *args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

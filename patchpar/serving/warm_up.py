@@ -1,8 +1,9 @@
 """Arguments of the short calls that a server makes before it is ready."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from patchpar.errors import PlanError, WorkerError
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.plan import Plan
@@ -31,3 +32,12 @@ def warm_up_arguments(model: PipelineInfo, plan: Plan | str) -> tuple[dict[str, 
     if "strength" in known:
         arguments["strength"] = 1.0  # all steps
     return arguments, (width, height)
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    """Return why a call is refused, or fails on a worker; "" if it ends well."""
+    try:
+        call()
+    except (PlanError, WorkerError) as error:
+        return str(error).partition("\n")[0]
+    return ""

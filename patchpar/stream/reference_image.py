@@ -9,6 +9,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.models.image_file import read_image_file
 
 
@@ -18,7 +19,7 @@ def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
     Raises PlanError.
     """
     if isinstance(reference, (str, Path)):
-        path = Path(reference).expanduser()
+        path = path_of(reference)
         reference = read_image_file(path, f"the reference {path}")
     if isinstance(reference, Image.Image):
         upright = ImageOps.exif_transpose(reference).convert("RGB")

@@ -16,6 +16,7 @@ from PIL import Image
 from app.compare_tab import CompareTab
 from app.high_res_tab import LargeTab
 from app.image_tab import ImageTab
+from app.page import build as build_page
 from app.plan_tab import PlanTab
 from app.state import AppState
 from app.stream_tab import StreamTab
@@ -174,6 +175,28 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
     assert "no stream is running" in stream.set_prompt(OWNER, "a pine")
     assert "devices 0: it is a whole number from 1" in unescape(PlanTab(state).show(0, 256, 256, True, 1)[0])
     assert "fill in latency and rate" in PlanTab(state).estimate_link(OWNER, None, 1)
+
+
+def test_a_page_that_the_server_does_not_know(state: AppState) -> None:
+    """Gradio forgets which page it is when the server is started again under it, or it was away for an hour.
+
+    All of these would share their jobs and their history.
+    """
+    for displayed in (
+        ImageTab(state).generate("", AUTOMATIC, "", "", True, 1, *fields()),
+        CompareTab(state).run("", AUTOMATIC, AUTOMATIC, *fields()),
+        StreamTab(state).generate("", "The prompt alone", None, None, 8, 0.6, *fields()),
+    ):
+        assert "the server does not know this page" in message_of(displayed)
+    assert state.workers.image_pipeline().calls == []  # type: ignore[attr-defined]
+    assert state.history.names("") == []
+
+
+def test_no_field_cuts_a_text(state: AppState) -> None:
+    """A browser cuts what is pasted into a field with a limit, without a word; the limit is in the message instead."""
+    texts = [each["props"] for each in build_page(state).get_config_file()["components"] if each["type"] == "textbox"]
+    assert "Prompt" in [each.get("label") for each in texts]
+    assert [each.get("label") for each in texts if each.get("max_length") is not None] == []
 
 
 def test_models_and_memory_are_looked_at_before_the_page_is_there(

@@ -12,7 +12,7 @@ import gradio as gr
 import pytest
 from PIL import Image, PngImagePlugin
 
-from app.image_parameters import add_parameters, read_parameters, request_of, text_of
+from app.image_parameters import add_parameters, loras_in, read_parameters, request_of, text_of
 from app.requests import GenerateRequest
 from patchpar import PlanError
 
@@ -98,6 +98,11 @@ def test_those_of_other_programs_are_read(tmp_path: Path) -> None:
         ("a cat\nSteps: 20, Size: 99999x99999", "99999 x 99999 pixels"),
         ("a cat\nSteps: nan", "steps nan"),
         ("\nSteps: 20", "there is no prompt"),
+        (
+            "a cat\nSteps: 20, Seed: 18446744073709551615",
+            "seed 18446744073709551615: it is a whole number",
+        ),
+        ("a cat\nSteps: 20, Seed: 9007199254740993", "seed 9007199254740993: it is a whole number"),
         ("x" * 70_000 + "\nSteps: 20", "at most 65536"),
     ],
 )
@@ -106,10 +111,29 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str | None, message: st
         read_parameters(png(tmp_path / "a.png", text))
 
 
+def test_loras_in_a_prompt_of_the_web_ui_are_named_and_no_words(tmp_path: Path) -> None:
+    text = "a cat <lora:ink-v2:0.8>, ink\nNegative prompt: fog\nSteps: 20, Seed: 1"
+    path = png(tmp_path / "a.png", f"<lora:wide>{text}, Version: v1.10.1")
+    request = read_parameters(path)
+    assert (request.prompt, request.negative) == ("a cat , ink", "fog")
+    assert loras_in(path) == "wide:1, ink-v2:0.8"
+    own = GenerateRequest(prompt="a <lora:ink:1> cat")
+    path = png(tmp_path / "b.png", text_of(own, FACTS))
+    assert (read_parameters(path), loras_in(path)) == (own, ""), "here they are words"
+
+
+def test_a_graph_of_comfyui_is_named(tmp_path: Path) -> None:
+    for chunk in ("prompt", "workflow"):
+        with pytest.raises(PlanError, match="has a graph of ComfyUI and no parameters"):
+            read_parameters(png(tmp_path / "a.png", "{}", chunk))
+
+
 def test_a_long_line_of_nothing_takes_no_time() -> None:
     """Uploaded by anybody, and read while no other handler runs."""
     began = time.process_time()
     assert request_of(f"a fox\nNegative prompt: \nSteps: 20,{'a' * 60_000}").steps == 20
+    with pytest.raises(PlanError, match="the prompt has 59990 characters"):
+        request_of(f"{'<lora:a' * 8570}\nSteps: 20")
     assert time.process_time() - began < 0.5
     with pytest.raises(PlanError, match="gives the size '9999"):
         request_of(f"a fox\nNegative prompt: \nSteps: 20, Size: {'9' * 5000}x8")

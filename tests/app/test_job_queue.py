@@ -157,6 +157,32 @@ def test_it_can_leave_more_than_once(queue: JobQueue) -> None:
         assert over(job).state == "cancelled"
 
 
+def test_a_page_that_comes_back_and_leaves_again_has_its_whole_grace(
+    queue: JobQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the first one has ended meanwhile, and waits for the queue."""
+    work, has_ended, give_up = Slow("a"), threading.Event(), queue._give_up
+
+    def noted(owner: str) -> None:
+        has_ended.set()
+        give_up(owner)
+
+    monkeypatch.setattr(queue, "_give_up", noted)
+    job = queue.submit("A", "image", work)
+    queue.page_left("A")
+    first = queue._page("A").leaving
+    assert first is not None
+    with queue._changed:
+        assert has_ended.wait(10)
+        queue.page_returned("A")
+        queue._grace = 60.0
+        queue.page_left("A")
+    first.join(10)
+    queue.page_returned("A")
+    work.go.set()
+    assert over(job).state == "done"
+
+
 def test_a_name_that_is_none_is_replaced(queue: JobQueue) -> None:
     sessions = PageSessions(queue)
     names = {sessions.connect(str(number), bad) for number, bad in enumerate(["", "x", "../..", "A" * 32])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -102,6 +103,26 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def generate(state: AppState, *loras: Any) -> tuple[Any, ...]:
     return last_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", False, 1, *fields(), *loras))
+
+
+def test_a_folder_is_read_again_after_a_file_of_it_was_written(
+    state: AppState, pipe: LoraPipeline, files: tuple[str, str]
+) -> None:
+    """As who trains one meanwhile does: the folder itself is not written then."""
+    folder = Path(files[0]).parent
+    before = folder.stat().st_mtime_ns
+    for _ in range(2):
+        generate(state, str(folder), 1)
+    os.utime(files[1], ns=(before, before + 10**9))
+    assert folder.stat().st_mtime_ns == before
+    generate(state, str(folder), 1)
+    assert pipe.changes == [("load", str(folder)), "unload", ("load", str(folder))]
+
+
+@pytest.mark.parametrize("source", ["x" * 300, "~nobodyhere/ink.safetensors"])
+def test_a_path_that_cannot_be_is_a_sentence(state: AppState, source: str) -> None:
+    message = message_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", False, 1, *fields(), source, 1))
+    assert "is no valid path" in message
 
 
 def test_they_act_in_calls_that_ask_for_them_and_in_no_other(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,15 +18,17 @@ from app.fields import Forms, image_fields
 from app.job_queue import JobQueue
 from app.model_chooser import ModelChooser, heading
 from app.page import build
-from app.state import AppState
+from app.state import PREPARE, AppState
 from app.workers import AppConfig, AppWorkers, devices_of
 from patchpar import PlanError
 
 from .fakes import FakePipeline
 from .test_bad_input import OWNER
 from .test_history_panel import last_of
+from .waits import over, until
 
 TWO = devices_of("cpu:2")
+SHOWS = "_Readiness.show"
 
 
 class OpenedPipeline(FakePipeline):
@@ -33,13 +36,18 @@ class OpenedPipeline(FakePipeline):
 
     names: ClassVar[list[Any]] = []
     broken: ClassVar[str] = ""
+    weak: ClassVar[str] = ""
+    may_load: ClassVar[threading.Event] = threading.Event()
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> Any:
         cls.names.append((model, options.get("variant")))
         if model == cls.broken:
             raise PlanError(f"{model} is broken")
-        return cls()
+        assert cls.may_load.wait(10)
+        found = cls()
+        found.error = PlanError(f"{model} has no room for an image") if model == cls.weak else None
+        return found
 
     def set_progress_bar_config(self, **_: Any) -> None: ...
 
@@ -55,6 +63,8 @@ class OpenedPipeline(FakePipeline):
 def state(monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
     monkeypatch.setattr(OpenedPipeline, "names", [])
     monkeypatch.setattr(OpenedPipeline, "broken", "")
+    monkeypatch.setattr(OpenedPipeline, "weak", "")
+    OpenedPipeline.may_load.set()
     monkeypatch.setattr("app.workers.ParallelPipeline", OpenedPipeline)
     setup = AppConfig(model="embedded", devices=TWO, options={"variant": "fp16"}, chooses_models=True)
     with closing(AppState.sharing(AppWorkers(setup), JobQueue())) as found:
@@ -71,7 +81,7 @@ def chooser_of(state: AppState) -> ModelChooser:
 
 def test_another_model_takes_the_place_of_the_first(state: AppState) -> None:
     chooser, colours = chooser_of(state), state.image_runner.colours
-    status, loaded = last_of(chooser.load(OWNER, " embedded-dit "))
+    status, loaded, *_ = last_of(chooser.load(OWNER, " embedded-dit "))
     assert ("embedded-dit is loaded" in status, loaded) == (True, "embedded-dit")
     assert OpenedPipeline.names == [("embedded", "fp16"), "closed", ("embedded-dit", None)]
     title, *fields = chooser.filled(loaded)
@@ -89,7 +99,7 @@ def test_another_model_takes_the_place_of_the_first(state: AppState) -> None:
     [("", "'' is no model"), ("no/such/model/here", "no such folder is here"), ("embedded-face", "this model is")],
 )
 def test_what_is_no_model_is_refused_before_anything_is_closed(state: AppState, model: str, message: str) -> None:
-    status, loaded = last_of(chooser_of(state).load(OWNER, model))
+    status, loaded, *_ = last_of(chooser_of(state).load(OWNER, model))
     assert "alert" in status
     assert message in status.replace("&#x27;", "'")
     assert loaded == ""
@@ -99,7 +109,7 @@ def test_what_is_no_model_is_refused_before_anything_is_closed(state: AppState, 
 
 def test_one_that_does_not_fit_is_refused_with_what_would(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 2**20)
-    status, _ = last_of(chooser_of(state).load(OWNER, "embedded-dit"))
+    status, *_ = last_of(chooser_of(state).load(OWNER, "embedded-dit"))
     assert "GiB" in status
     assert OpenedPipeline.names == [("embedded", "fp16")]
 
@@ -107,12 +117,81 @@ def test_one_that_does_not_fit_is_refused_with_what_would(state: AppState, monke
 def test_one_that_fails_leaves_the_first(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OpenedPipeline, "broken", "embedded-dit")
     chooser = chooser_of(state)
-    status, loaded = last_of(chooser.load(OWNER, "embedded-dit"))
+    status, loaded, *_ = last_of(chooser.load(OWNER, "embedded-dit"))
     assert ("embedded-dit is broken" in status, loaded) == (True, "")
     title, *fields = chooser.filled(loaded)
     assert not any("value" in each for each in (title, *fields))
     state.workers.image_pipeline()
     assert OpenedPipeline.names[-1] == ("embedded", "fp16")
+
+
+@pytest.mark.parametrize("is_weak", [True, False])
+def test_the_first_comes_back_also_after_its_first_image_fails(
+    state: AppState, monkeypatch: pytest.MonkeyPatch, is_weak: bool
+) -> None:
+    """The pages would say that it failed, and go on with it."""
+    monkeypatch.setattr(OpenedPipeline, "weak", "embedded-dit" if is_weak else "")
+    colours = state.image_runner.colours
+    status, loaded, *_ = last_of(chooser_of(state).load(OWNER, "embedded-dit"))
+    assert ("has no room for an image" in status, loaded == "") == (is_weak, is_weak)
+    assert state.workers.setup.model == ("embedded" if is_weak else "embedded-dit")
+    assert (state.image_runner.colours is colours) == is_weak
+
+
+def test_a_page_that_opens_does_not_say_that_the_first_one_failed(
+    state: AppState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does until there is another one."""
+
+    def displayed() -> Any:
+        (show,) = (each.fn for each in build(state).fns.values() if getattr(each.fn, "__qualname__", "") == SHOWS)
+        return last_of(show())
+
+    monkeypatch.setattr(OpenedPipeline, "broken", "embedded")
+    state.workers.close()
+    state.prepare()
+    prepared = state.job_queue.job_of("", PREPARE)
+    assert prepared is not None
+    assert over(prepared).state == "failed"
+    assert "embedded is broken" in displayed()["value"]
+    last_of(chooser_of(state).load(OWNER, "embedded-dit"))
+    assert displayed()["visible"] is False
+
+
+def test_loading_can_be_cancelled(state: AppState) -> None:
+    OpenedPipeline.may_load.clear()
+    job = chooser_of(state).submit(OWNER, "embedded-dit")
+    until(lambda: ("embedded-dit", None) in OpenedPipeline.names, "loading to begin")
+    assert "starting the workers and loading the model" in job.view.note
+    state.job_queue.cancel(OWNER)
+    assert "cancelling embedded-dit: the model before it comes back" in job.view.note
+    OpenedPipeline.may_load.set()
+    assert over(job).state == "cancelled"
+    assert OpenedPipeline.names[-1] == "closed"
+    assert state.workers.setup.model == "embedded"
+    assert state.workers.image_pipeline().calls == [], "no image of it was made"  # type: ignore[attr-defined]
+
+
+def test_it_is_offered_where_a_model_loads_and_after_a_reload(state: AppState) -> None:
+    """Every other button of the page says that the page has a job, which can be cancelled."""
+    OpenedPipeline.may_load.clear()
+    chooser = chooser_of(state)
+    assert [each["interactive"] for each in last_of(chooser.resume(OWNER))[2:]] == [True, False]
+    job = chooser.submit(OWNER, "embedded-dit")
+
+    async def first() -> tuple[Any, ...]:
+        return await anext(aiter(chooser.resume(OWNER)))
+
+    assert [each["interactive"] for each in asyncio.run(first())[2:]] == [False, True]
+    assert "model" in state.kinds_of(OWNER)
+    state.job_queue.cancel(OWNER)
+    OpenedPipeline.may_load.set()
+    over(job)
+    assert "Cancelled" in last_of(chooser.resume(OWNER))[0]
+    config = build(state).get_config_file()
+    (button,) = (each["id"] for each in config["components"] if each["props"].get("elem_id") == "model-cancel")
+    assert any(button in each["outputs"] for each in config["dependencies"])
+    assert any([button, "click"] in [[*target] for target in each["targets"]] for each in config["dependencies"])
 
 
 def test_a_page_that_others_reach_or_of_a_server_has_no_list(state: AppState) -> None:

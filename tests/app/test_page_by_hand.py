@@ -23,6 +23,7 @@ from app.page import build
 from .actions import TIMEOUT_MS, done, fill, press, small, status, tab
 from .app_states import state_of
 from .browser import served
+from .fakes import FakePipeline, FakeWorkers
 
 PROMPT = "a yellow tower on the left, desert dunes at noon"
 FIRST_PAINT_MS = 2000
@@ -88,6 +89,17 @@ def test_a_page_that_opens_fills_few_components() -> None:
     )
     assert len(filled) <= 5
     assert len(of_all) > 60, "the control"
+
+
+def test_jobs_with_a_button_to_cancel_them_come_back_after_a_reload() -> None:
+    """Otherwise a page would say that it has a job, which could be cancelled, and had no button that can be pressed."""
+    workers = FakeWorkers(FakePipeline())
+    workers.may_change = True
+    with closing(state_of(workers)) as state:
+        page = str(build(state).get_config_file())
+    (kinds,) = set(re.findall(r"const kinds = \[(.*?)\]", page))
+    found = set(re.findall(r"[\w-]+", kinds))
+    assert found == {"image", "edit", "compare", "high-res", "video", "stream", "machine", "model"}
 
 
 @pytest.mark.breadth

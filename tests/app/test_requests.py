@@ -44,12 +44,18 @@ def test_a_pipeline_is_given_only_what_it_takes() -> None:
     assert set(GenerateRequest.of(**GOOD).arguments(["prompt"])) == {"prompt", "num_inference_steps", "generator"}
 
 
+def test_a_negative_prompt_is_not_left_out_without_a_word() -> None:
+    with pytest.raises(PlanError, match="this model takes no negative prompt: leave that field empty"):
+        GenerateRequest.of(**GOOD | {"negative": "fog"}).arguments(["prompt"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"prompt": "  "}, "no prompt: describe the image"),
         ({"prompt": "x" * (MAX_PROMPT + 1)}, "1001 characters: at most 1000"),
         ({"negative": "x" * 2000}, "the negative prompt has 2000 characters"),
+        ({"prompt": "a fox \ud83e"}, "the prompt has half a character at place 7: delete it"),
         ({"height": None}, "height is empty: fill it in"),
         ({"steps": 0}, "steps 0: it is a whole number from 1 to 150"),
         ({"steps": 2.5}, r"steps 2\.5: it is a whole number"),

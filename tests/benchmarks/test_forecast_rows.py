@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forecast import measured, published
+import pytest
+import torch
+
+from benchmarks.forecast import measured, published, published_rows
+from benchmarks.forecast.fp8 import Fp8Linear, with_fp8
 from benchmarks.page import write_page
-from patchpar.plan.replay.price import CostAssumptions
+from patchpar.errors import PlanError
+from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_mode import META, MetaMode
+from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.price import CostAssumptions, kernel_seconds
+from patchpar.plan.replay.tape import Operator
 
 PAGE = """# On GPUs
 
@@ -76,7 +85,7 @@ def test_the_longest_graph_calibrates_the_other_model(tmp_path: Path) -> None:
     assert longest.endswith("| 80.0 | -50% |  |  |")
 
 
-def calibrated(rows: Sequence[published.PublishedRow]) -> list[str]:
+def calibrated(rows: Sequence[published_rows.PublishedRow]) -> list[str]:
     """The column of seconds after calibration."""
     models: Any = {"sd15": Priced(1.0)}
     table = [line.split("|") for line in published.lines(models, rows) if line.startswith("| SD")]
@@ -85,7 +94,7 @@ def calibrated(rows: Sequence[published.PublishedRow]) -> list[str]:
 
 def test_rows_are_calibrated_by_the_longest_of_the_same_device_and_software() -> None:
     """Not by another source, whose software may be a different one."""
-    row = replace(published.ROWS[0], model="sd15", what="SD", costs=CostAssumptions(launch=0.0), seconds=2.0)
+    row = replace(published_rows.ROWS[0], model="sd15", what="SD", costs=CostAssumptions(launch=0.0), seconds=2.0)
     longer = replace(row, seconds=4.0)
     assert calibrated([row, longer]) == ["4.00", ""]
     assert calibrated([row, replace(longer, source="elsewhere")]) == ["", ""]
@@ -93,4 +102,36 @@ def test_rows_are_calibrated_by_the_longest_of_the_same_device_and_software() ->
 
 
 def test_every_model_of_the_rows_is_published() -> None:
-    assert {each.model for each in published.ROWS} == set(published.MODELS)
+    assert {each.model for each in published_rows.ROWS} == set(published_rows.MODELS)
+
+
+def test_a_phase_is_predicted_alone() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Whole:
+        seconds: float
+        phases: dict[str, Part]
+
+    class WithPhases:
+        def forecast(self, plan: Any, machine: Any, steps: int, assumed: CostAssumptions) -> Whole:
+            return Whole(5.0, {"encode": Part(seconds=0.25)})
+
+    row = replace(published_rows.ROWS[0], what="SD", seconds=0.5, phase="encode")
+    models: Any = {row.model: WithPhases()}
+    (line,) = (each for each in published.lines(models, [row]) if each.startswith("| SD"))
+    assert "| 0.5000 | 0.2500 | -50% |" in line
+
+
+def test_products_of_fp8_are_recorded_by_their_inputs_and_twice_as_fast() -> None:
+    found: list[Operator] = []
+    linear = torch.nn.Linear(4096, 8192, device=META, dtype=torch.bfloat16)
+    x = torch.empty(2, 4096, 4096, device=META, dtype=torch.bfloat16)
+    with torch.no_grad(), MetaMode(LiveBytes(""), found.append):
+        assert Fp8Linear(linear)(x).shape == (2, 4096, 8192)
+    (product,) = (each for each in found if each.flops)
+    assert (product.dtype, product.dims) == ("float8_e4m3fn", (8192, 8192, 4096))
+    machine = Machine.parse("L20")
+    with pytest.raises(PlanError, match="no rate of L20"):
+        kernel_seconds(product, machine.device)
+    costs = CostAssumptions(gap=0.0)
+    half = kernel_seconds(replace(product, dtype="bfloat16"), machine.device, costs)
+    assert kernel_seconds(product, with_fp8(machine).device, costs) == pytest.approx(half / 2)

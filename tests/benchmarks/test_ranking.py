@@ -9,6 +9,8 @@ from patchpar.pipeline.planner.tune.timer import TimedRun
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.plan.replay.replay import replay
+from patchpar.plan.replay.tape import Send, Wait
 
 
 def row(predicted: dict[str, float], found: dict[str, float]) -> Row:
@@ -36,7 +38,7 @@ def test_preempted_steps_are_left_out_and_marked_where_there_are_no_others() -> 
     assert replace(unsure, preempted=("cfg=2",)).line().count("1000 / 1000?") == 1
 
 
-def test_a_link_is_added_to_that_of_the_machine() -> None:
+def machine_with(own: LinkModel) -> MeasuredMachine:
     device = MeasuredDevice(
         name="CPU",
         memory=1,
@@ -47,8 +49,25 @@ def test_a_link_is_added_to_that_of_the_machine() -> None:
         attention=(),
         moving={},
     )
-    own = LinkClass(pairs=((0, 1),), latency=1e-4, rate=1e9)
-    machine = MeasuredMachine(device=device, devices=2, links=(own,))
-    assert with_link(machine, LinkModel()).links[0].rate == pytest.approx(own.rate)
-    (slow,) = with_link(machine, LinkModel(latency=1e-3, rate=1e9)).links
-    assert (slow.latency, slow.rate) == (pytest.approx(1.1e-3), pytest.approx(5e8))
+    link = LinkClass(pairs=((0, 1),), latency=own.latency, rate=own.rate)
+    return MeasuredMachine(device=device, devices=2, links=(link,))
+
+
+def arrival(machine: MeasuredMachine, num_bytes: int) -> float:
+    """Seconds after which one message of rank 0 has reached rank 1."""
+    tapes = (Send(0, (1,), "", num_bytes),), (Wait(0, 0, num_bytes),)
+    return replay(tapes, machine.topology()).ends[1]
+
+
+def test_without_another_link_the_machine_stays_as_it_is() -> None:
+    machine = machine_with(LinkModel(latency=1e-4, rate=1e9))
+    assert with_link(machine, LinkModel()) == machine
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10**5, 10**7])
+@pytest.mark.parametrize("link", [LinkModel(latency=1e-3, rate=5e8), LinkModel(latency=1e-5, rate=1e10)])
+def test_a_message_is_here_as_soon_as_both_links_have_brought_it(link: LinkModel, num_bytes: int) -> None:
+    """The time of the machine's own link is hidden in that of a slower one; it is no time before or after it."""
+    own = machine_with(LinkModel(latency=1e-4, rate=1e9))
+    both = max(arrival(own, num_bytes), arrival(machine_with(link), num_bytes))
+    assert arrival(with_link(own, link), num_bytes) == pytest.approx(both)

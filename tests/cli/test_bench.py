@@ -174,11 +174,17 @@ def test_another_machine_is_measured_anew(bench: Any, tmp_path: Path, monkeypatc
     assert [line["machine"] for line in lines] == [f"cpu, cpu, cpu, cpu; {cores} cores" for cores in (2, 16)]
 
 
-def test_the_makers_name_of_a_gpu_is_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = SimpleNamespace(get_device_name=lambda device: f"NVIDIA {device}")
-    monkeypatch.setattr("patchpar.launch.accelerators.device_module", lambda _: card)
+def test_the_hardware_of_gpus_is_part_of_the_machine_and_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is asked takes memory of a card for this process."""
+
+    def refuse(kind: str) -> None:
+        raise AssertionError(f"{kind} was asked")
+
+    monkeypatch.setattr("patchpar.launch.accelerators.device_module", refuse)
     monkeypatch.setattr("patchpar.launch.devices.available_cores", lambda: 8)
-    assert machine_of(["cuda:0", "cuda:1"]) == "cuda:0 NVIDIA cuda:0, cuda:1 NVIDIA cuda:1; 8 cores"
+    for found, wanted in ((("CPU", "0x10de:0x2330"), "; CPU, 0x10de:0x2330"), ((), "")):
+        monkeypatch.setattr("patchpar.launch.devices.hardware", lambda found=found: found)
+        assert machine_of(["cuda:0", "cuda:1"]) == f"cuda:0, cuda:1{wanted}; 8 cores"
 
 
 def test_records_without_a_machine_are_measured_anew(bench: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from patchpar.cli import main
 from patchpar.cli.compare import CompareFlags
 from patchpar.cli.doctor import DoctorFlags
 from patchpar.cli.generate import GenerateFlags
@@ -40,6 +41,19 @@ def test_help_imports_nothing_heavy() -> None:
     code = "import sys, patchpar.cli; print(sorted({'torch', 'diffusers', 'numpy', 'PIL'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_ctrl_c_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback, and with the exit code that it has later."""
+
+    def interrupted(verb: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("patchpar.cli.command_of", interrupted)
+    monkeypatch.setattr("sys.argv", ["patchpar", "generate", "a fox"])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert (ending.value.code, capsys.readouterr().err) == (130, "ended by SIGINT\n")
 
 
 def test_version(run: Any) -> None:

@@ -91,11 +91,19 @@ def test_several_strategies_are_a_table(fake: Any, run: Any, tmp_path: Path) -> 
     assert [set(each) >= KEYS - {"outputs"} for each in json.loads(result.stdout)["runs"]] == [True, True]
 
 
+def test_what_has_no_one_reference_is_refused_before_anything_runs(fake: Any, run: Any, tmp_path: Path) -> None:
+    words = ["--devices", 2, "--plan", "patch=2", "--strategy", "structure", "--strategy", "pcpp"]
+    result = run("compare", "a fox", *words, "-o", tmp_path / "fox.png")
+    assert (result.exit_code, "compare it without other strategies" in result.stderr) == (2, True), result.output
+    assert fake.opened == []
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--strategy", "pcpp", "--strategy", "pcpp"], "--strategy pcpp is given twice"),
         (["--strategy", "pcpp", "--strategy", "exact", "--trace", "t.json"], "it is of one run"),
+        (["--strategy", "exact", "--strategy", "exact:"], "--strategy exact, exact:: files of two would have one name"),
         (["--steps", 3, "--steps", 4], "'--steps': it is given 2 times, but takes one value"),
     ],
 )

@@ -20,12 +20,16 @@ from patchpar.models.loading import for_task
 from patchpar.models.task import RequestedTask
 from tests.tiny import build
 
+LORA, LONG = "ink.safetensors", "x" * 300
+
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, size in (("a.png", (64, 48)), ("mask.png", (32, 32))):
         Image.new("RGB", size, (200, 10, 10)).save(tmp_path / name)
+    (tmp_path / LORA).touch()
+    (tmp_path / "empty").mkdir()
     return tmp_path
 
 
@@ -67,12 +71,20 @@ def test_a_call_without_a_size_has_that_of_its_image() -> None:
     ("flags", "message"),
     [
         (("--image", "b.png"), "--image b.png: there is no such file"),
+        (("--image", "."), "--image .: it is a folder; name a file"),
+        (("--image", "/dev/null"), "--image /dev/null: it is a pipe or a device; name a file"),
+        (("--image", "a.png", "--mask", LONG), "is no valid path: File name too long"),
+        (("--image", "~nobodyhere/a.png"), "is no valid path: Could not determine home directory"),
         (("--mask", "mask.png"), "--mask says which part of an image is generated anew: add --image FILE"),
         (("--strength", 0.4), "--strength says how much of an image is changed: add --image FILE"),
         (("--image", "a.png", "--strength", 1.4), "--strength 1.4: it must be above 0 and at most 1"),
         (("--lora", "a.png:much"), "--lora a.png:much: the scale after the colon is a number, such as a.png:0.8"),
         (("--lora", "a.png:nan"), "the scale must be finite"),
         (("--lora", "no such/file/here:1"), "there is no such file or folder"),
+        (("--lora", LONG), "is no valid path: File name too long"),
+        (("--lora", "~nobodyhere/a.safetensors:1"), "is no valid path: Could not determine home directory"),
+        (("--lora", "empty:0.5"), "--lora: empty has no weights as safetensors"),
+        (("--lora", "a.png"), "--lora: a.png is no safetensors file"),
         (("--scheduler", "EulerDiscret"), "diffusers has none of that name; use EulerDiscreteScheduler"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -87,10 +99,11 @@ def test_what_cannot_be_is_refused_before_workers_start(
 
 
 def test_loras_are_a_path_or_a_name_with_a_scale(files: Path) -> None:
-    assert LoraFlag.parse("a.png") == ("a.png", 1.0)
-    assert LoraFlag.parse("a.png:0.5") == ("a.png", 0.5)
+    assert LoraFlag.parse(LORA) == (LORA, 1.0)
+    assert LoraFlag.parse(f"{LORA}:0.5") == (LORA, 0.5)
     assert LoraFlag.parse("org/name:-1") == ("org/name", -1.0)
     Path("with:1").mkdir()
+    Path("with:1", LORA).touch()
     assert LoraFlag.parse("with:1") == ("with:1", 1.0)
 
 
@@ -100,8 +113,8 @@ def test_loras_are_loaded_and_mixed(files: Path) -> None:
         load_lora_weights=lambda *args, **kwargs: calls.append((*args, kwargs)),
         set_adapters=lambda *args: calls.append(args),
     )
-    change_pipeline(pipe, ["a.png:0.5", "org/name"], None)
-    loaded = [(".", {"adapter_name": "lora0", "weight_name": "a.png"}), ("org/name", {"adapter_name": "lora1"})]
+    change_pipeline(pipe, [f"{LORA}:0.5", "org/name"], None)
+    loaded = [(".", {"adapter_name": "lora0", "weight_name": LORA}), ("org/name", {"adapter_name": "lora1"})]
     assert calls == [*loaded, (["lora0", "lora1"], [0.5, 1.0])]
 
 

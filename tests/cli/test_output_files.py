@@ -68,6 +68,29 @@ def test_a_name_that_no_file_can_have(
     assert fake.opened == []
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("generate", "a fox", "-o", "x.png", "--trace", "./x.png"),
+        ("upscale", "small.png", "-o", "x.png", "--trace", "link.png"),
+        ("video", "a fox", "--model", "m", "-o", "x.mp4", "--trace", "x.mp4"),
+        ("stream", "-o", "x.mp4", "--record", "x.mp4"),
+        ("compare", "a fox", "-o", "x.png", "--trace", "x-single.png"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_two_outputs_are_two_files(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    """The second would take the place of the first without a word."""
+    monkeypatch.chdir(tmp_path)
+    noise(8).save("small.png")
+    Path("link.png").symlink_to("x.png")
+    result = run(*words)
+    assert (result.exit_code, "two outputs would be" in result.stderr) == (2, True), result.output
+    assert fake.opened == []
+
+
 def test_a_full_disk_is_seen_before_the_run(
     fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +137,26 @@ def test_a_reader_that_has_ended_is_no_error(capsys: pytest.CaptureFixture[str],
     with pytest.raises(typer.Exit), friendly_errors(debug=False):
         raise BrokenPipeError(32, "Broken pipe")
     assert "Broken pipe" in capsys.readouterr().err, "of a pipe that is not stdout"
+
+
+@pytest.mark.parametrize(
+    ("error", "has_way_out"),
+    [
+        (MemoryError("no bytes are left"), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 20 GiB."), True),
+        (RuntimeError("no kernel image"), False),
+    ],
+    ids=["host", "device", "another"],
+)
+def test_too_little_memory_in_this_process_is_said_with_a_way_out(
+    error: Exception, has_way_out: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One device computes here, whose error is not of ours; one of a worker has what is free as well."""
+    with pytest.raises(typer.Exit), friendly_errors(debug=False):
+        raise error
+    text = capsys.readouterr().err
+    assert str(error).rstrip(".") in text
+    assert ("weights=hosted" in text) is has_way_out
 
 
 @pytest.mark.breadth

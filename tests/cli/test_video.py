@@ -15,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from patchpar.cli.video import VideoFlags, saved
 from patchpar.cli.video_file import save_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.video_file import frames_of
@@ -131,6 +132,14 @@ def test_odd_sides_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="7 x 8, but video codecs need even sides: save PNGs with --frames"):
         save_video(np.zeros((2, 7, 8, 3), np.uint8), tmp_path / "a.mp4", 8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_frames_are_saved_where_no_video_can_be(tmp_path: Path) -> None:
+    """As the message about odd sides says; the run that made them may have taken hours."""
+    request = VideoFlags(prompt="a", model="m", output=tmp_path / "a.mp4", frames=tmp_path)
+    with pytest.raises(PlanError, match="save PNGs with --frames"):
+        saved(request, np.zeros((2, 7, 8, 3), np.uint8))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["frame-0001.png", "frame-0002.png"]
 
 
 def test_colours_and_order_survive(tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from patchpar.comm.all_reduce import all_reduce
+from patchpar.comm.collectives import AllGather
 from patchpar.comm.pytree import floats_in
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.plan.mesh import rank_sets
 from patchpar.shard.tensor.denoiser import TensorDenoiser
-from patchpar.shard.tensor.sharder import KIND
+from patchpar.shard.tensor.feature_plan import FeatureCut
+from patchpar.shard.tensor.sharder import KIND, WholeBlocks
 from patchpar.shard.verification_cache import VerificationCache
 from tests.ranks import PoolRank
 from tests.tensors import relative
@@ -65,6 +68,85 @@ def transformer(this: PoolRank, name: str) -> dict[str, Any]:
         "kinds": sorted(sent),
         "restored": same and again and not hooked,
     }
+
+
+@torch.no_grad()
+def failed_midway(this: PoolRank, where: str) -> dict[str, Any]:
+    """A cut that fails on the last rank, or whose blocks do not go where they belong; and the next one."""
+    tiny, cuts = TRANSFORMERS["FluxTransformer2DModel"], list[str]()
+    network = tiny.build()
+    before, wanted, part = state_of(network), network(**tiny.call(0)), FeatureCut.part
+    tensor = divided(this, network)
+    tensor.prepare(network.forward, ((), tiny.call(0)))
+    plan, message = tensor.plan, "not refused"
+    tensor.restore()
+
+    def fail(cut: FeatureCut, x: Tensor, dim: int, rank: int) -> Tensor:
+        cuts.append(cut.path)
+        if this.rank == this.world - 1 and len(cuts) == 20:
+            raise MemoryError("no memory")
+        return part(cut, x, dim, rank)
+
+    tensor.plan = plan
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "one rank":
+            patch.setattr(FeatureCut, "part", fail)
+        else:
+            tensor.weights = NowhereToGo()
+        try:
+            tensor.prepare(network.forward, ((), tiny.call(0)))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            message = f"{type(error).__name__}: {error}"
+    if not is_whole(network, before):
+        return {"message": message, "whole": False}
+    tensor.weights = WholeBlocks()
+    tensor.prepare(network.forward, ((), tiny.call(0)))
+    error = error_of(network(**tiny.call(0)), wanted)
+    tensor.restore()
+    return {"message": message, "whole": is_whole(network, before), "error": error}
+
+
+class NowhereToGo(WholeBlocks):
+    """Where there is no room for blocks."""
+
+    def settle(self) -> None:
+        raise PlanError("no room")
+
+
+def is_whole(network: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Whether every bit of a network is as before, and nothing of a cut is left."""
+    after, linears = network.state_dict(), [each for each in network.modules() if isinstance(each, nn.Linear)]
+    same = before.keys() == after.keys() and all(torch.equal(x, after[key]) for key, x in before.items())
+    sized = all(each.weight.shape == (each.out_features, each.in_features) for each in linears)
+    return same and sized and not any(hasattr(module, "_diffusers_hook") for module in network.modules())
+
+
+@torch.no_grad()
+def restored_late(this: PoolRank) -> dict[str, Any]:
+    """Whole weights that do not fit are refused, a gather that fails is made again: nothing is lost."""
+    tiny = TRANSFORMERS["FluxTransformer2DModel"]
+    network = tiny.build()
+    before, wanted = state_of(network), network(**tiny.call(0))
+    tensor, calls = divided(this, network), list[int]()
+    tensor.prepare(network.forward, ((), tiny.call(0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        with pytest.raises(PlanError, match="GiB when they are whole, more than is free"):
+            tensor.restore()
+    error, gather = error_of(network(**tiny.call(0)), wanted), AllGather.parts
+
+    def fail(own: AllGather, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no memory")
+        return gather(own, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AllGather, "parts", fail)
+        with pytest.raises(MemoryError):
+            tensor.restore()
+    tensor.restore()
+    return {"error": error, "whole": is_whole(network, before)}
 
 
 @torch.no_grad()

@@ -34,6 +34,26 @@ def test_as_one_process_computes(ranks: Any, name: str, world: int) -> None:
         assert found["restored"], "every bit, and no hook left"
 
 
+@pytest.mark.parametrize("where", ["one rank", "all ranks"])
+def test_a_cut_that_fails_midway_is_undone_on_all_ranks(ranks: Any, where: str) -> None:
+    """Those that could cut wait for no one, and the next cut is right."""
+    found = ranks.run(f"{ON_RANKS}:failed_midway", 2, where)
+    wanted = {
+        "one rank": ["UnsupportedModel: another rank cannot divide", "MemoryError: no memory"],
+        "all ranks": ["PlanError: no room"] * 2,
+    }
+    for each, message in zip(found, wanted[where], strict=True):
+        assert each["message"].startswith(message)
+        assert each["whole"]
+        assert each["error"] <= 1e-5
+
+
+def test_features_become_whole_when_there_is_room_and_not_before(ranks: Any) -> None:
+    for each in ranks.run(f"{ON_RANKS}:restored_late", 2):
+        assert each["error"] <= 1e-5, "the cut network after the refusal"
+        assert each["whole"]
+
+
 def test_what_was_found_is_kept(ranks: Any, tmp_path: Path) -> None:
     found = ranks.run(f"{ON_RANKS}:kept_in_files", 2, str(tmp_path), "WanTransformer3DModel")
     for searched, kept, without_file in found:

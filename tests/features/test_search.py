@@ -71,6 +71,25 @@ def test_a_norm_of_small_values_over_ranks_has_the_eps_of_torchs(dtype: torch.dt
     assert (normalized(norm, x, sums, 48) - norm(x)).norm() <= 1e-2 * norm(x).norm()
 
 
+HALF = torch.bfloat16
+DTYPES = [(torch.float32, HALF), (HALF, torch.float32), (HALF, HALF), (torch.float32, torch.float32)]
+
+
+@pytest.mark.parametrize(("of_weight", "of_input"), DTYPES)
+@pytest.mark.parametrize("norm", [diffusers.models.normalization.RMSNorm, nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_over_ranks_returns_the_dtype_of_the_whole_one(
+    norm: Any, of_weight: torch.dtype, of_input: torch.dtype
+) -> None:
+    """Weights may be kept in fp32 in a model of half precision: diffusers' norm then returns fp32, torch's do not."""
+    module, x = norm(48, eps=1e-6).to(of_weight), torch.randn(7, 48).to(of_input)
+    if norm is nn.LayerNorm and of_weight != torch.float32 == of_input:
+        return  # torch has no such layer norm
+    sums = torch.stack([sums_of(module, part) for part in x.chunk(3, -1)]).sum(0)
+    found, wanted = normalized(module, x, sums, 48), module(x)
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("mean", [0.0, 3e4])
 def test_a_layer_norm_over_ranks_is_as_precise_as_torchs(mean: float) -> None:
     """Where the mean is large, squares of it are no longer known to the variance in fp32."""

@@ -152,21 +152,21 @@ def test_rows_of_what_is_encoded_for_all() -> None:
     assert torch.equal(padded, whole[2:])
     assert torch.equal(mask, (whole > 0)[2:])
     assert len(longer) == 7
-    own = (whole[2:] + 1e-6, None)
-    assert given.among(own, (whole, whole > 0), images=2) is own
-    of_each = [whole[1, :3]]
-    assert given.among(of_each, [*whole[:2, :3]]) is of_each
+    assert torch.equal(given.among([whole[1, :3] + 1e-6], [*whole[:2, :3]])[0], whole[1, :3])
     layers, _ = given.among((torch.zeros(4, 1, 3), None), (torch.arange(40.0).view(4, 2, 5), None))
     assert torch.equal(layers, torch.arange(40.0).view(4, 2, 5)[:, 1:])
     guided, _ = given.among((short, None), (whole, whole > 0))  # two branches, one after the other
     assert torch.equal(guided, whole[[1, 3]])
     with pytest.raises(PlanError, match=r"which of the 4 rows belong to which of the 2 prompts is unknown.*data=1"):
         given.among((short,), (whole,), images=3)
+    own = torch.zeros(2, 6)
+    assert given.among((own,), (whole,), images=3)[0] is own  # as long as those of all
 
 
-def test_padding_may_differ_where_lengths_do_not() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_padding_may_differ_where_lengths_do_not(dtype: torch.dtype) -> None:
     """CogView4 pads to the longest, and then to a multiple of 16: as many tokens, and not the same ones."""
-    given, whole = texts(1), torch.arange(24.0).view(2, 3, 4)
+    given, whole = texts(1), torch.arange(24, dtype=dtype).view(2, 3, 4)
     assert torch.equal(given.among(whole[1:].roll(1, 1), whole), whole[1:])
     ids = whole.long()
     assert torch.equal(given.among(ids[1:].roll(1, 1), ids), ids[1:])

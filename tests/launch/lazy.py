@@ -44,8 +44,10 @@ class LazyEngine(PlainEngine):
         return {peer: type(line).__name__ for peer, line in sorted(self.transport._lines.items())}
 
     def lose(self, rank, how, before=1):
-        """Rank `rank` dies, stops or raises after so many exchanges, while the others wait for it."""
+        """Rank `rank` dies, stops, raises or loses its device after so many exchanges, while the others wait for it."""
         self.add_up(0, before)
+        if self.context.rank == rank and how == "breaks":
+            raise RuntimeError("CUDA error: device-side assert triggered")
         if self.context.rank == rank and how == "raises":
             raise KeyError("missing")
         if self.context.rank == rank:

@@ -15,6 +15,7 @@ import pytest
 from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.process import WorkerProcess
+from patchpar.launch.worker_executor import MAX_FAILED_STARTS, PAUSE_SECONDS
 from tests.breadth import first_of
 from tests.launch.conftest import DEADLINE, PLAIN, all_gone
 from tests.launch.plain import Strange
@@ -219,6 +220,24 @@ def test_an_engine_that_cannot_start_is_said_and_not_tried_for_ever(engine, says
         monkeypatch.setattr(executor._pool, "start", lambda ranks: pytest.fail("it is tried again"))
         with pytest.raises(LaunchError, match=rf"(?s)3 times in a row.*{says}"):
             executor.call("rank")
+
+
+def test_workers_are_started_once_the_cause_is_gone(monkeypatch):
+    """Of a server nobody else can make a new executor."""
+
+    def fails(ranks):
+        raise LaunchError("there is no room")
+
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        with monkeypatch.context() as broken:
+            broken.setattr(executor._pool, "start", fails)
+            for _ in range(MAX_FAILED_STARTS):
+                with pytest.raises(LaunchError, match=r"^there is no room"):
+                    executor.call("rank")
+        with pytest.raises(LaunchError, match=r"3 times in a row.* s or later.*no room"):
+            executor.call("rank")
+        executor._failed_at -= PAUSE_SECONDS
+        assert executor.call("rank") == [0]
 
 
 def test_a_worker_that_dies_while_it_starts():

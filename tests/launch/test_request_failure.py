@@ -42,6 +42,7 @@ GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connec
 LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
 ODD, HALF = ValueError("odd"), ValueError("half done")
 say_changes_left(HALF)
+BROKEN = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
 def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
@@ -63,6 +64,8 @@ def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
             WorkerHung,
             r"^rank 1 answers, .*rank 2 has stopped waiting for it.*has not answ",
         ),
+        (outcome(failed={0: GLOO, 1: BROKEN, 2: ODD}), WorkerDied, r"^rank 1 can use its device no more.*illegal"),
+        (outcome(failed=dict.fromkeys(RANKS, BROKEN)), WorkerDied, r"^rank 0 can use its device no more"),
         (outcome(failed={0: GLOO}, beats=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but makes no progress"),
         (outcome(failed={0: GLOO}, beats=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
         (
@@ -116,6 +119,7 @@ def test_all_is_well():
         (outcome(failed={0: ODD, 1: ODD}, returned=[2], bystanders=[2], beats=(5, 5, 0)), True),
         (outcome(failed={0: ODD, 1: GLOO, 2: ODD}), False),
         (outcome(failed={0: ODD, 1: HALF, 2: ODD}), False),
+        (outcome(failed={1: BROKEN}, returned=[0, 2]), False),
         (outcome(failed={0: ODD}, returned=[1]), False),
         (outcome(died=[1], returned=[0, 1, 2]), False),
         (outcome(), False),
@@ -135,10 +139,32 @@ def test_who_can_be_used_again(how, reusable):
         (outcome(failed={0: ODD}, unwound=[1, 2]), []),
         (outcome(failed={0: GLOO, 1: ODD, 2: ODD}), []),
         (outcome(failed={0: HALF, 1: ODD, 2: HALF}), [0, 2]),
+        (outcome(failed={0: GLOO, 1: BROKEN, 2: ODD}), [1]),
     ],
 )
 def test_who_is_replaced(how, lost):
     assert lost_ranks(how, RANKS) == lost
+
+
+@pytest.mark.parametrize(
+    ("text", "is_broken"),
+    [
+        ("HIP error: unspecified launch failure", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: invalid configuration argument", False),
+        ("CUDA error: out of memory", False),
+    ],
+)
+def test_a_broken_device_is_recognised_behind_other_exceptions(text, is_broken):
+    def wrapped():
+        try:
+            raise RuntimeError(text)
+        except RuntimeError as error:
+            raise ExchangeError("the exchange failed") from error
+
+    with pytest.raises(ExchangeError) as caught:
+        wrapped()
+    assert take_down(caught.value).broken_device is is_broken
 
 
 def test_a_consequence_is_recognised_behind_other_exceptions():

@@ -165,7 +165,14 @@ def test_calls_with_a_rank_in_common_take_turns_in_order(pool: LocalExecutor) ->
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"), [("SIGKILL", WorkerDied), ("exit", WorkerDied), ("SIGSTOP", WorkerHung), ("raises", WorkerError)]
+    ("how", "kind"),
+    [
+        ("SIGKILL", WorkerDied),
+        ("exit", WorkerDied),
+        ("SIGSTOP", WorkerHung),
+        ("breaks", WorkerDied),
+        ("raises", WorkerError),
+    ],
 )
 def test_a_lost_rank_is_replaced_alone(pool: LocalExecutor, replaces: list[int], how: str, kind: type) -> None:
     """Those that waited for it, and one for another, go on with what they hold; and nothing is left between them."""

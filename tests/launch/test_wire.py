@@ -1,10 +1,12 @@
 """Objects travel whole, the large ones through shared memory that nobody has to clean up."""
 
+import functools
 import gc
 import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +62,32 @@ def test_the_copy_of_an_expanded_tensor_that_a_device_makes_is_not_expanded(monk
     x = torch.arange(6.0).view(2, 3)
     for sent in (x[:, :, None].expand(2, 3, 4), x[None].expand(4, 2, 3), x.mT):
         assert torch.equal(there_and_back(sent), sent)
+
+
+class Codes(torch.nn.Parameter):
+    """As libraries keep quantised weights: a class of parameters with attributes, which all of its results have too."""
+
+    def __new__(cls, data, requires_grad=False, kind=None):
+        self = torch.Tensor._make_subclass(cls, data, requires_grad)
+        self.kind = kind
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return cls(found, kind=args[0].kind) if type(found) is torch.Tensor else found
+
+
+@pytest.mark.parametrize("size", [3, 100_000], ids=["small", "large"])
+def test_a_parameter_of_a_class_of_its_own_keeps_class_and_attributes(size):
+    layer = torch.nn.Linear(1, 1)
+    layer.weight = layer.tied = Codes(torch.arange(size).to(torch.uint8), kind="q8")
+    layer.weight.layer = layer
+    arrived = there_and_back(layer)
+    assert type(arrived.weight) is Codes
+    assert arrived.weight is arrived.tied
+    assert (arrived.weight.kind, arrived.weight.layer, arrived.weight.requires_grad) == ("q8", arrived, False)
+    assert bytes(arrived.weight.untyped_storage()) == bytes(layer.weight.untyped_storage())
 
 
 def test_a_part_of_a_tensor_does_not_drag_the_whole_along():
@@ -209,6 +237,17 @@ def test_a_function_inside_a_function_travels_with_what_it_holds():
     assert again() == 2
     assert again(twice=True) == "step"
     assert step() == 2, "the sender's own is another"
+
+
+def test_a_method_of_a_function_without_a_name_travels():
+    """torchao describes its layers by such."""
+    layer = torch.nn.Linear(2, 2)
+    layer.extra_repr = types.MethodType(functools.partial(described, "int8", before=layer.extra_repr), layer)
+    assert there_and_back(layer).extra_repr() == "int8 of Linear, in_features=2, out_features=2, bias=True"
+
+
+def described(kind, layer, before):
+    return f"{kind} of {type(layer).__name__}, {before()}"
 
 
 def test_a_module_travels_by_name():

@@ -78,7 +78,7 @@ def says(*words: str) -> str:
         ({"secret_file": "/dev/null"}, ["/dev/null", "no regular file"]),
         ({"trusted_network": "yes"}, ["trusted_network='yes'", "True or False"]),
         ({"secret_file": "/no/such/secret", "trusted_network": True}, ["secret_file and trusted_network", "use one"]),
-        ({"device_map": "balanced"}, ["device_map='balanced'", "every rank holds"]),
+        ({"device_map": "balanced"}, ["device_map='balanced'", "weights=sharded", "plan="]),
         ({"use_safetensors": False}, ["use_safetensors=False", "pickles"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

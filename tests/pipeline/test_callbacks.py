@@ -13,7 +13,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDXLCF
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar import ParallelPipeline, UnsupportedModel
-from patchpar.errors import CallCancelled
+from patchpar.errors import CallCancelled, PlanError
 from tests.breadth import first_of
 from tests.tiny.adapted_pipelines import SEEN, image_weights
 
@@ -25,9 +25,10 @@ CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
 
 def compare(parallel: ParallelPipeline, plain: Any, callback: Callable[[], Any], **more: Any) -> float:
     """Relative error of a call with a fresh callback each, and that the callback matters."""
-    got = parallel(**CALL, **more, generator=generator(), callback_on_step_end=callback())
-    want = plain(**CALL, **more, generator=generator(), callback_on_step_end=callback())
-    untouched = plain(**CALL, **more, generator=generator())
+    call = CALL | more
+    got = parallel(**call, generator=generator(), callback_on_step_end=callback())
+    want = plain(**call, generator=generator(), callback_on_step_end=callback())
+    untouched = plain(**call, generator=generator())
     assert relative_error(untouched, want) > 10 * EXACT
     return relative_error(got, want)
 
@@ -44,15 +45,43 @@ def test_a_callback_changes_latents(parallel: ParallelPipeline, plain: Any, plan
     assert compare(parallel, plain, callback) <= EXACT
 
 
-def test_a_callback_changes_latents_in_place(parallel: ParallelPipeline, plain: Any) -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_callback_changes_latents_in_place(parallel: ParallelPipeline, plain: Any, answers: bool) -> None:
     def callback() -> Any:
         def darken(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             tensors["latents"].mul_(0.8)
-            return tensors
+            return tensors if answers else {}
 
         return darken
 
-    assert compare(parallel, plain, callback) <= EXACT
+    with torch.inference_mode(answers):
+        assert compare(parallel, plain, callback) <= EXACT
+
+
+def brighten(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    return {"latents": tensors["latents"] * (1 + 0.2 * torch.arange(len(tensors["latents"])).view(-1, 1, 1, 1))}
+
+
+def test_a_callback_gets_the_latents_of_all_prompts(parallel: ParallelPipeline, plain: Any) -> None:
+    parallel.plan = "auto"
+    prompts = ["a small red house", "a blue boat"]
+    assert compare(parallel, plain, lambda: brighten, prompt=prompts) <= EXACT
+    assert "2 prompts stay in one batch: callback_on_step_end" in parallel.explain()
+
+
+def test_a_callback_does_not_change_the_latents_of_some_prompts(parallel: ParallelPipeline) -> None:
+    """Each rank would go on with those of the first one."""
+    parallel.plan = "data=2"
+    call, seen = {**CALL, "prompt": ["a small red house", "a blue boat"]}, list[int]()
+
+    def look(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(tensors["latents"]))
+        return tensors
+
+    parallel(**call, generator=generator(), callback_on_step_end=look)
+    assert seen == [1] * 4
+    with pytest.raises(PlanError, match=r"has changed latents, but with data=2"):
+        parallel(**call, generator=generator(), callback_on_step_end=brighten)
 
 
 def test_what_a_callback_sees(parallel: ParallelPipeline, plain: Any) -> None:

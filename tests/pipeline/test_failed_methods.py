@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -84,6 +84,24 @@ def test_weights_that_an_adapter_was_fused_into(fail: Callable[[list[Any]], None
     with pytest.raises(RuntimeError) as caught:
         done_or_undone(pipe, "fuse_lora", lambda: pipe.fuse_lora(components=["unet"]))
     assert take_down(caught.value).left_changes == is_left
+
+
+@pytest.mark.parametrize(
+    ("name", "by_position", "is_left"), [("ink", False, True), ("ink", True, True), ("snow", False, False)]
+)
+def test_an_adapter_that_another_replaces(name: str, by_position: bool, is_left: bool) -> None:
+    """diffusers replaces that of the UNet, and then refuses that of a text encoder; one that is not there, at once."""
+    pipe = build("sdxl").pipe
+    pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), "ink")
+    layers = {key: x.clone() for key, x in get_peft_model_state_dict(pipe.unet, adapter_name="ink").items()}
+    other = {f"unet.{key}": value + 1 for key, value in layers.items()}
+    other["text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight"] = torch.zeros(2, 8)
+    args, kwargs = ((other, name, True), {}) if by_position else ((other, name), {"hotswap": True})
+    with pytest.raises(ValueError, match="hotswap") as caught:
+        done_or_undone(pipe, "load_lora_weights", pipe.load_lora_weights, args, kwargs)
+    assert take_down(caught.value).left_changes == is_left
+    after = get_peft_model_state_dict(pipe.unet, adapter_name="ink")
+    assert is_left != all(torch.equal(after[key], value) for key, value in layers.items())
 
 
 def test_one_that_succeeds() -> None:

@@ -144,6 +144,9 @@ def test_a_device_lacks_memory(tmp_path: Path) -> None:
         room.write_text("10")
         with pytest.raises(WorkerOutOfMemory, match=r"there is none either for the attempt.*Use a smaller"):
             pipe.submit(**CALL, plan="single").result(SECONDS)
+        pipe.plan = "patch=2"
+        with pytest.raises(WorkerOutOfMemory, match=r"ranks \(0, 1\) lacked memory, before.*free now: .*Use a smaller"):
+            pipe(**CALL)
         assert pipe._executor.pids == before
 
 

@@ -204,6 +204,15 @@ def test_two_calls_in_a_row_that_are_off_correct_the_measurement(
     assert kept.of(DEVICES).device.scale == pytest.approx(scale * DEVICE.scale)
 
 
+def test_a_callback_has_no_effect_on_the_plan_but_on_the_time(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines
+) -> None:
+    plans, call = timed(monkeypatch, kept, with_exchange(0.3)), {**CALL, "callback_on_step_end": print}
+    assert plans.better(RULE, GUIDED, call) == plans.better(RULE, GUIDED, CALL) != RULE
+    assert plans.compared(run(1.0), CALL).forecast is not None
+    assert plans.compared(run(1.0), call).forecast is None
+
+
 def test_a_call_without_a_forecast_has_none(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
     assert timed(monkeypatch, kept, with_exchange(0.3)).compared(run(1.0), CALL).forecast is None
 

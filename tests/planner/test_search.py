@@ -108,6 +108,29 @@ def test_weights_that_do_not_fit_are_sharded() -> None:
         search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=10**12)).best  # noqa: B018
 
 
+def test_devices_in_json_are_those_of_ranks_only() -> None:
+    """In order or not: idle ones stand in neither."""
+    found = forecast_of(Plan(cfg=2), Machine.parse("4xH100"), exchange=0.0)
+    assert found.as_dict()["devices"] == [0, 1]
+    assert replace(found, order=(3, 1, 0, 2)).as_dict()["devices"] == [3, 1]
+
+
+def test_a_plan_that_is_refused_with_sharded_weights_only_is_named_so() -> None:
+    """Whole weights have a forecast, which says that they do not fit."""
+    machine = Machine.parse("2xRTX4090")
+
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        if plan.weights == "sharded":
+            raise UnsupportedModel("no block to shard")
+        return forecast_of(plan, machine, exchange=0.0, weights=30 * GIB)
+
+    found = search(machine, 2, "exact", simulate)
+    whole, sharded = Plan(cfg=2), Plan(cfg=2, weights="sharded")
+    assert found.refused[str(sharded)] == "no block to shard"
+    assert str(whole) not in found.refused
+    assert whole in [each.plan for each in found.ranked]
+
+
 def test_a_refused_plan_is_named_with_its_reason_and_never_chosen() -> None:
     machine = Machine.parse("4xH100")
 

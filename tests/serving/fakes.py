@@ -63,6 +63,7 @@ class FakeGenerator:
         self.loras = LoraRegistry()
         self.pipe: Any = None
         self.makes_videos = self.can_batch = False
+        self.why_no_decoder = ""
         self.description = MODEL
         self.gate, self.started = threading.Event(), threading.Event()
         self.gate.set()

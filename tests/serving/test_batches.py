@@ -89,7 +89,9 @@ def test_requests_that_are_alike_are_joined(batches: Any) -> None:
     assert fake.batches == [["a", "b", "c"]]
     made = client.get(f"/v1/jobs/{names[1]}").json()["result"]
     assert (made["patchpar"]["seed"], len(made["data"])) == (2, 1)
-    assert "patchpar_batch_size_sum 3.0" in client.get("/metrics").text
+    metrics = client.get("/metrics").text
+    assert "patchpar_batch_size_sum 3.0" in metrics
+    assert f"patchpar_queue_seconds_count {len(bodies) + 1}.0" in metrics, "and the one that ran before them"
 
 
 def test_an_idle_server_waits_for_more(batches: Any) -> None:

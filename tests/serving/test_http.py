@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
@@ -20,9 +22,12 @@ from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.http.access import error_response
 from patchpar.serving.http.application import application
+from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.image_call import CallRules
 from patchpar.serving.image_request import FIELDS, parse_request
+from patchpar.serving.job import Journaled, ServerEnding
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
@@ -61,6 +66,7 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"output_format": "bmp"}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
     ({"output_format": ["gif"]}, "output_format", "invalid_value", "'png', 'jpeg' or 'webp'"),
     ({"output_compression": 101}, "output_compression", "invalid_value", "100"),
+    ({"output_compression": 50}, "output_compression", "unsupported_parameter", "jpeg or webp"),
     ({"n": 0}, "n", "invalid_value", "1"),
     ({"n": 11}, "n", "invalid_value", "10"),
     ({"n": "2"}, "n", "invalid_value", "integer"),
@@ -428,3 +434,29 @@ def test_every_code_of_an_error_is_on_the_page() -> None:
     table = (repository / "docs/howto/serve.md").read_text().partition("## Errors")[2].partition("\n## ")[0]
     assert codes - set(re.findall(r"`(\w+)`", table)) == set()
     assert "rank_needed" in codes
+
+
+def test_a_model_that_exits_fails_its_request_only(client: Any, fake: FakeGenerator) -> None:
+    """The thread of the queue would end, with its devices and all who wait for them."""
+    fake.error = SystemExit(3)  # type: ignore[assignment]  # no Exception
+    assert error_of(client.post(PATH, json={"prompt": "a"}), 500)["code"] == "failed"
+    assert client.post(PATH, json={"prompt": "a"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("raised", "repeats"),
+    [
+        (ValueError("odd"), False),
+        (RequestError("late", status=504, code="deadline_missed", is_final=True), False),
+        (Journaled("job_1"), False),
+        (WorkerDied("rank 1 ended"), True),
+        (ServerEnding(), True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_what_would_fail_again_or_be_made_twice_is_not_repeated(raised: Exception, repeats: bool) -> None:
+    """By OpenAI's client, which asks the header first and then the status."""
+    response = error_response(request_error_of(raised, "req_1"))
+    found = httpx.Response(response.status_code, headers=dict(response.headers))
+    with openai.OpenAI(api_key="none") as client:
+        assert client._should_retry(found) is repeats

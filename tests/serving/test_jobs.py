@@ -13,6 +13,8 @@ import pytest
 
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
+from patchpar.serving.job import Job
+from patchpar.serving.kept_jobs import KeptJobs, KeptWork
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import KeptResults, ServerSettings
 from tests.serving.fakes import FakeGenerator
@@ -188,3 +190,26 @@ def test_administrators_need_a_key_of_their_own(fake: Any, client: Any) -> None:
     refused = client_of(app, KEYS[0]).post(PATH, json=BODY)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
     service.close()
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_result_that_is_awaited_is_there_whatever_the_limit(is_awaited: bool) -> None:
+    """As of a video whose client waits for the file while another one ends. Otherwise only the last one is kept."""
+    kept = KeptJobs(KeptResults(count=1))
+    work = KeptWork(kind="video", owner="", request=None, call=None, finish=lambda _, made: made, is_awaited=is_awaited)
+    found = [kept.add(work, lambda: Job(lambda _: "the file")) for _ in range(2)]
+    for each in found:
+        each.job.run()
+        assert each.ended.wait(20)
+    assert len(kept.all_of("video", "")) == (2 if is_awaited else 1)
+    assert [each.result for each in found] == ["the file" if is_awaited else None, "the file"]
+    for each in found:
+        kept.delete(each)
+    assert kept.close() == []
+
+
+def test_long_keys_are_refused(client: Any) -> None:
+    """Two that begin alike would be taken for one."""
+    sent = [client.post(LATER, json=BODY, headers={"Idempotency-Key": "k" * 256 + end}) for end in ("", "a")]
+    assert [each.status_code for each in sent] == [202, 400]
+    assert "at most 256" in sent[1].json()["error"]["message"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, WorkerDied
 from patchpar.serving.http.application import stream_application
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServedModel, ServerSettings
@@ -56,6 +56,15 @@ class Session:
 
 def stream_of(session: Any, ended: Callable[[bool], object] = lambda is_free: None) -> LiveStream:
     return LiveStream(session, owner="", fps=10, rate=None, audio_rate=8000, ended=ended)
+
+
+def test_a_lost_worker_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told the stream, under which the log has the reason."""
+    stream = stream_of(Session(WorkerDied("the reason", rank=1))).start()
+    stream.stop()
+    assert stream.over.wait(20)
+    (found,) = (each for each in caplog.records if stream.id in each.getMessage())
+    assert "the reason" in str(found.exc_info)
 
 
 def test_whatever_fails_the_devices_become_free(monkeypatch: pytest.MonkeyPatch) -> None:

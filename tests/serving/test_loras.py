@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,24 @@ def test_a_lora_that_is_removed_while_a_request_waits_for_it(registered: Any, fa
     until(lambda: client.get(f"/v1/jobs/{late}").json()["status"] in ("completed", "failed"), "the late one")
     assert fake.pipe.loaded == ["snow"]
     assert client.get(f"/v1/jobs/{late}").json()["error"]["code"] == "lora_not_found"
+
+
+def test_what_cannot_be_done_is_refused_while_others_run(
+    registered: Any, fake: Any, service_of: Any, tmp_path: Path
+) -> None:
+    """Else requests would wait until all that runs has ended, for nothing."""
+    client, admin, _ = service_of
+    fake.gate.clear()
+    client.post(f"{PATH}?async=true", json={"prompt": "a"})
+    assert fake.started.wait(20)
+    with ThreadPoolExecutor(2) as pool:
+        unknown = pool.submit(admin.delete, "/admin/lora/inc")
+        taken = pool.submit(admin.post, "/admin/lora", json={"name": "ink", "path": str(tmp_path)})
+        found = wait((unknown, taken), 20)
+        fake.gate.set()
+    assert not found.not_done
+    assert "'ink'" in error_of(unknown.result(), 404)["message"]
+    assert "there is one of that name" in error_of(taken.result(), 400)["message"]
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +79,11 @@ def test_what_waits_by_priority_and_how_slow_ranks_are(fake: FakeGenerator, serv
         assert f'patchpar_queue_length{{priority="{priority}"}} {count}.0' in found
     assert 'patchpar_rank_slowness{rank="0"} 1.0' in found
     assert 'rank="1"' not in found
+
+
+def test_every_metric_is_on_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/serve.md").read_text()
+    found = set(re.findall(r"^# TYPE (patchpar_\w+)", ServerMetrics().text().decode(), re.MULTILINE))
+    names = {name for name in found if not name.endswith("_created")}
+    assert names - set(re.findall(r"`(patchpar_\w+)`", page)) == set()
+    assert "patchpar_bytes_sent_total" in names

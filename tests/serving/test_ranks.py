@@ -13,6 +13,7 @@ import pytest
 
 from patchpar import ParallelPipeline
 from patchpar.errors import WorkerHung
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.serving import rank_pings
 from patchpar.serving.api_keys import ApiKeys
@@ -84,6 +85,32 @@ def test_a_rank_that_fails_is_lost(quick_pings: None) -> None:
     until(lambda: lost == [1], "it to be lost")
     assert ranks.states == ("free", "lost")
     pings.close()
+
+
+def test_a_device_of_this_process_that_fails_is_lost(
+    quick_pings: None, pipe: ParallelPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while nothing runs; no call can use it again, so that the server is not ready until it is started anew."""
+    generator = ImageGenerator(ServedModel(model="embedded", devices=("cpu",)))
+    generator.open = lambda: generator.adopt(pipe)  # type: ignore[method-assign]
+    generator.close = lambda: None  # type: ignore[method-assign]
+    service = ImageService(generator, ServerSettings())
+    service.load()
+    assert service.state == "ready"
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(PipelineRunner, "free_memory", fails)
+        broken.setattr(PipelineRunner, "generate", fails)
+        until(lambda: service.state == "lost", "it to be lost")
+        generator.ranks.restore((0,))
+        error = error_of(client_of(application(service)).post(PATH, json={"prompt": "a"}), 500)
+        assert error["code"] == "failed"
+        until(lambda: not is_busy(service), "the attempts to end")
+        assert service.state == "lost"
+    service.close()
 
 
 def test_a_rank_that_could_not_be_replaced_is_replaced_again(quick_pings: None) -> None:

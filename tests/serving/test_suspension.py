@@ -67,6 +67,7 @@ def test_a_suspended_request_goes_on_where_it_was(
     assert len(resumed.calls) == 2
     assert min(resumed.calls) >= 2, "denoiser calls that were not made again"
     assert suspensions(embedded) - before == 2
+    assert len(found.runs) == 2, "also of the image that was finished before the second suspension"
     for number, each in enumerate(found.images):
         assert np.array_equal(np.asarray(each), generated(pipe, 5 + number, num_inference_steps=8))
 

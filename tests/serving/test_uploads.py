@@ -6,7 +6,9 @@ import gc
 import io
 import json
 import struct
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -255,3 +257,25 @@ def test_any_form_is_read_or_refused(begun: Any, count: int) -> None:
         response = client.post(EDITS, content=bytes(body), headers={"Content-Type": "multipart/form-data; boundary=x"})
         assert response.status_code < 500, (response.text, bytes(body)[:300])
         assert response.status_code == 200 or "error" in json.loads(response.text)
+
+
+def test_uploads_of_two_requests_are_decoded_at_a_time(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else many would take the memory of many decoded images before any of them is queued, or refused."""
+    client, _ = begun
+    inside, go, check = list[int](), threading.Event(), images.check_upload
+
+    def watched(*args: Any) -> Any:
+        inside.append(1)
+        assert go.wait(20)
+        return check(*args)
+
+    monkeypatch.setattr(images, "check_upload", watched)
+    with ThreadPoolExecutor(6) as pool:
+        sent = [pool.submit(client.post, EDITS, data=FORM, files={"image": png()}) for _ in range(6)]
+        try:
+            until(lambda: uploaded_image.CHECKS._work_queue.qsize() == 4, "the others to wait")
+            until(lambda: len(inside) == 2, "two to be decoded")
+        finally:
+            go.set()
+        assert {each.result(20).status_code for each in sent} <= {200, 503}
+    assert len(inside) == 6

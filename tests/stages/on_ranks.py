@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.shard.stages import block_seconds
 from patchpar.shard.stages.block_hooks import BlockHooks, Recorder
 from patchpar.shard.stages.denoiser import StagedDenoiser
@@ -63,6 +63,30 @@ def diffusers_network(this: PoolRank, name: str, folder: str | None) -> dict[str
         "held": kept / whole,
         "error": stages.error,
     }
+
+
+@torch.no_grad()
+def restored_late(this: PoolRank) -> dict[str, Any]:
+    """Whole weights that do not fit are refused, a gather that fails is made again: nothing is lost."""
+    network, call = built("FluxTransformer2DModel")
+    before, wanted = state_of(network), network(**call())
+    stages = staged(this, network)
+    found = [equal(stages.denoise(network.forward, **call()), wanted) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        with pytest.raises(PlanError, match="GiB when they are whole, more than is free"):
+            stages.restore()
+    found.append(equal(stages.denoise(network.forward, **call()), wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages.comm, "send_recv", _no_memory)
+        with pytest.raises(MemoryError):
+            stages.restore()
+    stages.restore()
+    return {"equal": found, "restored": same_state(network, before)}
+
+
+def _no_memory(*_: Any, **__: Any) -> Any:
+    raise MemoryError("no memory")
 
 
 @torch.no_grad()

@@ -38,6 +38,12 @@ def test_networks_of_diffusers_that_are_refused(ranks: Any, tmp_path: Path, name
         ranks.run(f"{ON_RANKS}:diffusers_network", 2, name, str(tmp_path))
 
 
+def test_weights_come_back_when_there_is_room_and_not_before(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:restored_late", 2):
+        assert found["equal"] == [True] * 3, "the last one after the refusal"
+        assert found["restored"], "after a gather that failed"
+
+
 def test_work_is_counted_where_flex_attention_runs(ranks: Any, tmp_path: Path) -> None:
     """And leaves nothing behind that breaks its next call, as counters of all operations do."""
     for found in ranks.run(f"{ON_RANKS}:counted", 1, "Kandinsky6SRTransformer3DModel"):

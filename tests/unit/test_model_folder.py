@@ -209,7 +209,14 @@ def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(model: str | Path) -> N
         resolve_model(model, {})
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-Q4_0.gguf"])
+def test_a_single_file_is_refused_with_the_way_to_load_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(PlanError, match=r"is a file, and so no model: load it .*from_single_file.* Or give a folder"):
+        resolve_model(tmp_path / name, {})
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(PlanError, match="is a file, and so no model"):
-        resolve_model(tmp_path / "model.safetensors", {})
+    (tmp_path / "fox.png").touch()
+    with pytest.raises(PlanError, match="is a file, and so no model: give a folder"):
+        resolve_model(tmp_path / "fox.png", {})

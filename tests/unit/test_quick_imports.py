@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -21,6 +22,7 @@ from patchpar.models.quick_imports import (
     Deferral,
     DeferringFinder,
     PackagesWhenAsked,
+    name_module_quickly,
     name_source_quickly,
     quick_imports,
     scan_quickly,
@@ -191,3 +193,16 @@ def test_the_line_of_an_operator_is_that_which_torch_finds() -> None:
     name_source_quickly(module)
     assert slow == f"{__file__}:{line}"
     assert module.get_source(1) == f"{__file__}:{sys._getframe().f_lineno}"
+
+
+def test_the_module_of_an_operator_is_that_which_torch_finds() -> None:
+    """torch asks `inspect`, which looks at all modules for their files."""
+    module = SimpleNamespace()
+    name_module_quickly(module)
+    assert not hasattr(module, "inspect"), "another version may not ask"
+    module.inspect = inspect
+    name_module_quickly(module)
+    frame = sys._getframe()
+    assert module.inspect.getmodule(frame) is inspect.getmodule(frame) is sys.modules[__name__]
+    assert module.inspect.getmodule is not inspect.getmodule
+    assert module.inspect.signature is inspect.signature

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
 
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
 from patchpar.plan.resync import DB_AT_FULL_DRIFT, Resync, ResyncDecider, check_resync
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stale.state import StaleState
+from patchpar.strategies.fresh_edges import MIB, FreshEdges
+from tests.unit.threads import on_threads
 
 
 def test_six_decibels_are_half_the_drift() -> None:
@@ -41,6 +48,27 @@ def test_a_budget_is_kept_on_average_and_used(budget: float) -> None:
     assert mean <= budget + 100 / 60  # the first step cannot be had for less
     assert mean >= budget - 10
     assert 1 < sum(steps) < 60
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_a_budget_is_of_a_step_however_many_calls_it_has(calls: int) -> None:
+    """A pipeline may call its denoiser once for each guidance branch."""
+    budget, full, stale, steps = 40.0 * calls, 100.0, 10.0, 60
+
+    def run(transport: Any) -> float:
+        clock, sent = StepClock(), 0.0
+        state = StaleState(Communicator(transport), FreshEdges(budget=budget / MIB).policy, clock)
+        for _ in range(steps):
+            for _ in range(calls):
+                clock.next_call()
+                fresh = state.begin("form")
+                sent += full if fresh else stale
+                state.receive([[torch.tensor([0.09, 1.0, full if fresh else stale])]], fresh=fresh)
+            clock.tick()
+        return sent / steps
+
+    (mean,) = on_threads(1, run)
+    assert budget - 10 * calls <= mean <= budget + full * calls / steps
 
 
 def test_a_budget_below_a_stale_step_buys_nothing() -> None:

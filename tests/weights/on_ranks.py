@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from patchpar.comm.collectives import Communicator
@@ -226,6 +227,33 @@ def after_an_exception(this: PoolRank) -> list[bool]:
     found = [equal(network(x), wanted) for _ in range(2)]
     weights.restore()
     return found
+
+
+@torch.no_grad()
+def gathers_after_an_exception(this: PoolRank) -> list[int]:
+    """How many blocks a call brings into slots: one like any other, and the one after a call that has failed."""
+    network, x, found = networks.build("chain"), networks.sample(), []
+    weights = divided(this, network)
+    for fails in (False, False, True):
+        if fails:
+            handle = network.blocks[3].linear.register_forward_hook(_fail)  # type: ignore[index]
+            with pytest.raises(ZeroDivisionError):
+                network(x)
+            handle.remove()
+        weights.settle()
+        weights.comm.traffic.clear()
+        network(x)
+        found.append(weights.comm.traffic.rounds["weights"])
+    weights.restore()
+    return found[1:]
+
+
+def slots_after_the_end(this: PoolRank) -> bool:
+    """Whether the memory of slots is free again, though the object is still held."""
+    weights = divided(this, networks.build("chain"), "hosted")
+    slots = [StorageWeakRef(slot.untyped_storage()) for slot in weights._slots]
+    weights.restore()
+    return all(slot.expired() for slot in slots)
 
 
 @torch.no_grad()

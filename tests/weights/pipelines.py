@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.pytree import tensors_in
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
@@ -138,26 +139,69 @@ def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> d
     }
 
 
-def refused_midway(this: PoolRank) -> dict[str, Any]:
-    """One rank has host memory for the transformer, and not for the text encoders after it."""
-    pipe = tiny.build("flux").pipe
+def refused_midway(this: PoolRank, case: str) -> dict[str, Any]:
+    """A refusal where a pipeline is adopted, or with "first call" in that, and the next plan.
+
+    "together": each rank has host memory for its own part, and not for those of the others beside it. "one rank": which
+    alone finds that its networks cannot be divided.
+    """
+    built, world = tiny.build("flux"), this.context.world_size
+    pipe, message = built.pipe, "not refused"
     before = {key: x.clone() for key, x in _weights(pipe).items()}
-    runner, message = PipelineRunner(this.context), "not refused"
-    blocks = packed_blocks(pipe.transformer, torch.device("cpu"))
-    room = sum(block.shard_bytes(this.context.world_size) for block in blocks)
+    runner, plan = PipelineRunner(this.context), Plan(patch=world, weights="hosted")
+    networks = (
+        [pipe.transformer] if case == "first call" else [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
+    )
+    blocks = [block for each in networks for block in packed_blocks(each, torch.device("cpu"))]
+    own = sum(block.shard_bytes(world) for block in blocks)
     with pytest.MonkeyPatch.context() as patch:
-        if this.rank == 1:
-            patch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: room)
+        if case == "one rank":
+            patch.setattr(
+                "patchpar.pipeline.divided_networks.packed_blocks", _refuse if this.rank == 1 else packed_blocks
+            )
+        else:
+            patch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: 2 * own)
         try:
-            runner.adopt(pipe, Plan(patch=this.context.world_size, weights="hosted"))
+            runner.adopt(pipe, None if case == "first call" else plan)
+            _run(runner, built.call_kwargs, str(plan))
         except PatchparError as error:
-            message = str(error)
+            message = f"{type(error).__name__}: {error}"
+    if case == "first call":  # a text encoder before the transformer had room
+        runner.restore()
     whole = all(torch.equal(x, before[key]) for key, x in _weights(pipe).items())
     hooked = [path for path, module in pipe.transformer.named_modules() if module._forward_pre_hooks]
-    runner.adopt(pipe, Plan(patch=this.context.world_size, weights="sharded"))
+    runner.adopt(pipe, replace(plan, weights="sharded"))
     held = len(runner._held._held)
     runner.restore()
     return {"message": message, "whole": whole and not hooked, "held next": held}
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise UnsupportedModel("no blocks")
+
+
+def undivided_features(this: PoolRank) -> dict[str, Any]:
+    """Features that cannot be divided, where whole weights do not fit: what is in host memory stays there."""
+    built, plan, other = tiny.build("flux"), "tensor=2,weights=hosted", "patch=2,weights=hosted"
+    before, message = {key: x.clone() for key, x in _weights(built.pipe).items()}, "not refused"
+    runner = PipelineRunner(this.context)
+    runner.adopt(built.pipe, Plan.parse(plan))
+
+    def refuse(denoiser: Any, mesh: Any, forward: Any, call: Any, verifications: Any, take: Any) -> Any:
+        take(built.pipe.transformer.transformer_blocks[0])
+        raise UnsupportedModel("no features")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("patchpar.shard.tensor.denoiser.find_plan", refuse)
+        patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+        try:
+            _run(runner, built.call_kwargs, plan)
+        except PatchparError as error:
+            message = f"{type(error).__name__}: {error}"
+        held = message != "not refused" and _run(runner, built.call_kwargs, other) is not None
+    runner.restore()
+    restored = all(torch.equal(x, before[key]) for key, x in _weights(built.pipe).items())
+    return {"message": message, "next": held, "restored": restored}
 
 
 def adapted(this: PoolRank, plan: str, folder: str, kind: str = "sharded") -> dict[str, Any]:

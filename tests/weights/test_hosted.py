@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from patchpar import ParallelPipeline, Plan
 from patchpar.errors import PlanError, UnsupportedModel, WorkerDied
 from patchpar.launch.inline import InlineContext
 from patchpar.models.dry_run.dry_run import weight_bytes
+from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.shard.weights.packed import blocks_of
@@ -165,6 +167,64 @@ def test_whole_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
         with pytest.raises(PlanError, match=r"GiB when they are whole, more than is free.*close the pipeline"):
             pipe.restore()
+
+
+def test_another_component_is_exchanged_without_whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a network that is itself replaced have to fit; those of others stay in host memory."""
+    built, plan = tiny.build("flux"), "weights=hosted"
+    runner = PipelineRunner(InlineContext("cpu"))
+    runner.adopt(built.pipe, Plan.parse(plan))
+    wanted = _run(runner, built.call_kwargs, plan)
+    monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
+    runner.set("vae", copy.deepcopy(built.pipe.vae))
+    runner.set("vae.use_tiling", False)
+    assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
+    with pytest.raises(PlanError, match="the blocks of FluxTransformer2DModel take"):
+        runner.set("transformer", torch.nn.Identity())
+    found = _run(runner, built.call_kwargs, plan)
+    assert found is not None
+    assert wanted is not None
+    assert all(map(torch.equal, found["latents"], wanted["latents"]))
+    monkeypatch.undo()
+    runner.set("transformer", tiny.build("flux").pipe.transformer)
+    assert not blocks_in_slots(built.pipe)["transformer"]
+    assert blocks_in_slots(built.pipe)["text_encoder"], "the control"
+    found = _run(runner, built.call_kwargs, plan)
+    assert found is not None
+    assert all(map(torch.equal, found["latents"], wanted["latents"]))
+
+
+def test_a_network_of_two_names_is_divided_once() -> None:
+    pipe = tiny.build("flux").pipe
+    pipe.register_modules(text_encoder_2=pipe.text_encoder)
+    before = {key: x.clone() for key, x in _weights(pipe).items()}
+    runner = PipelineRunner(InlineContext("cpu"))
+    runner.adopt(pipe, Plan(weights="hosted"))
+    assert blocks_in_slots(pipe) == dict.fromkeys(DIVIDED, True)
+    runner.restore()
+    assert blocks_in_slots(pipe) == dict.fromkeys(DIVIDED, False)
+    assert all(torch.equal(x, before[key]) for key, x in _weights(pipe).items())
+
+
+def test_a_plan_that_is_refused_half_way_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without hooks, which is that of a new pipeline, is installed too."""
+    built, install = tiny.build("flux"), InstalledPlan.install_denoisers
+    runner, plan = PipelineRunner(InlineContext("cpu")), Plan(weights="hosted")
+    wanted = tiny.latents(built, steps=STEPS)
+    runner.adopt(built.pipe, plan)
+
+    def refuse(installed: InstalledPlan, *args: Any) -> None:
+        install(installed, *args)
+        raise PlanError("half way")
+
+    monkeypatch.setattr(InstalledPlan, "install_denoisers", refuse)
+    kwargs = {**built.call_kwargs, "num_inference_steps": STEPS, "output_type": "latent"}
+    with pytest.raises(PlanError, match="half way"):
+        runner.generate(kwargs, CallOptions(plan=plan))
+    found = runner.generate({**kwargs, "generator": torch.Generator().manual_seed(0)}, CallOptions(plan=Plan()))
+    assert isinstance(found, CallResult)
+    assert torch.equal(found.output.images, wanted)
+    assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, False)
 
 
 def blocks_in_slots(pipe: Any) -> dict[str, bool]:

@@ -98,12 +98,24 @@ def test_a_method_that_replaces_sharded_weights_is_noticed(ranks: Any) -> None:
         assert "or use weights=whole" in message
 
 
-def test_a_refusal_on_one_rank_leaves_every_pipeline_as_it_was(ranks: Any) -> None:
-    found = ranks.run("tests.weights.pipelines:refused_midway", 4)
-    for rank, each in enumerate(found):
-        assert ("GiB of weights in host memory" if rank == 1 else "another rank cannot divide") in each["message"]
-        assert each["whole"]
-        assert each["held next"] == 3
+@pytest.mark.parametrize("case", ["together", "first call", "one rank"])
+def test_a_refusal_leaves_every_pipeline_as_it_was(ranks: Any, case: str) -> None:
+    """On all ranks: none goes on, and waits for one that has refused."""
+    for rank, found in enumerate(ranks.run("tests.weights.pipelines:refused_midway", 4, case)):
+        if case == "one rank":
+            why = "UnsupportedModel: no blocks" if rank == 1 else "UnsupportedModel: another rank cannot divide"
+        else:
+            why = "PlanError: weights=hosted keeps"
+        assert found["message"].startswith(why)
+        assert found["whole"]
+        assert found["held next"] == 3
+
+
+def test_weights_stay_in_host_memory_where_features_cannot_be_divided(ranks: Any) -> None:
+    for found in ranks.run("tests.weights.pipelines:undivided_features", 4)[:2]:
+        assert found["message"] == "UnsupportedModel: no features", "not that whole weights do not fit"
+        assert found["next"]
+        assert found["restored"]
 
 
 @pytest.mark.breadth

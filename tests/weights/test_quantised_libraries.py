@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patchpar import ParallelPipeline
 from patchpar.comm.collectives import Communicator
+from patchpar.launch.messages import decode, encode
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.packed import _plain_tensors
+from tests import tiny
 from tests.tiny.weights import seeded
 from tests.unit.threads import on_threads
 from tests.weights.on_ranks import equal, joined
@@ -53,15 +56,19 @@ def by_torchao(config: str) -> Callable[[Network], None]:
 
 
 def by_gguf(network: Network) -> None:
+    for block in network.blocks:
+        block.linear = as_gguf(block.linear)
+
+
+def as_gguf(plain: nn.Linear) -> nn.Linear:
     import gguf
     from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for block in network.blocks:
-        plain = block.linear
-        codes = torch.from_numpy(gguf.quants.quantize(plain.weight.detach().numpy(), kind))
-        block.linear = GGUFLinear(WIDTH, WIDTH, bias=True, compute_dtype=torch.float32)
-        block.linear.weight, block.linear.bias = GGUFParameter(codes, quant_type=kind), plain.bias
+    kind, shape = gguf.GGMLQuantizationType.Q8_0, (plain.in_features, plain.out_features)
+    codes = torch.from_numpy(gguf.quants.quantize(plain.weight.detach().numpy(), kind))
+    layer = GGUFLinear(*shape, bias=plain.bias is not None, compute_dtype=torch.float32)
+    layer.weight, layer.bias = GGUFParameter(codes, quant_type=kind), plain.bias
+    return layer
 
 
 def by_bitsandbytes(network: Network) -> None:
@@ -99,6 +106,35 @@ def without_gathers(weights: Any, run: Callable[[], Tensor]) -> Tensor:
         return run()
     finally:
         del weights._start, weights._take
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_they_are_sent_to_workers(form: str) -> None:
+    """As a pipeline in memory is, which has them from a file of its own (`from_single_file`)."""
+    pytest.importorskip(PACKAGES[form], reason=f"pip install {PACKAGES[form]}")
+    with seeded(), torch.no_grad():
+        network, x = Network().eval().requires_grad_(False), torch.randn(2, WIDTH)
+        FORMS[form](network)
+        message = encode(network)
+        arrived = decode(message)
+        assert [type(each) for each in arrived.parameters()] == [type(each) for each in network.parameters()]
+        assert torch.equal(arrived(x), network(x))
+        message.close()
+
+
+def test_a_pipeline_with_weights_of_gguf_is_that_of_one_process() -> None:
+    """In memory, and so sent to each worker."""
+    pytest.importorskip("gguf", reason="pip install gguf")
+    found = tiny.build("flux")
+    for block in (*found.pipe.transformer.transformer_blocks, *found.pipe.transformer.single_transformer_blocks):
+        for name, child in list(block.named_modules()):
+            if type(child) is nn.Linear:
+                block.set_submodule(name, as_gguf(child))
+    call = found.call_kwargs | {"num_inference_steps": 2, "output_type": "latent"}
+    wanted = found.pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    with ParallelPipeline(found.pipe, devices="cpu:2", plan="patch=2") as pipe:
+        got = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    assert (got - wanted).norm() < 1e-5 * wanted.norm()
 
 
 @pytest.mark.parametrize("kind", ["sharded", "hosted"])

@@ -47,6 +47,15 @@ def test_networks_of_diffusers(ranks: Any, name: str) -> None:
         assert found["restored"]
 
 
+def test_a_call_after_one_that_failed_gathers_each_block_once(ranks: Any) -> None:
+    for usual, after in ranks.run(f"{ON_RANKS}:gathers_after_an_exception", 2):
+        assert after == usual == 5
+
+
+def test_slots_are_free_when_weights_are_whole(ranks: Any) -> None:
+    assert ranks.run(f"{ON_RANKS}:slots_after_the_end", 1) == [True]
+
+
 @pytest.mark.parametrize("kind", first_of(["sharded", "hosted"], "sharded"))
 @pytest.mark.parametrize("form", LINEARS)
 def test_quantised_weights(ranks: Any, form: str, kind: str) -> None:

@@ -67,7 +67,7 @@ class BenchRunner:
     ) -> BenchResult:
         """Measure what the file does not have. A plan that this model cannot have is refused, and the others go on.
 
-        Raises PlanError for a call that one process cannot make either, and what a rank raises.
+        Raises what a rank raises.
         """
         keys = {
             plan: [self._key(setting, prompt, plan) for setting in settings for prompt in prompts] for plan in plans
@@ -152,12 +152,15 @@ def prompts_from(texts: Sequence[str], seed: int) -> Iterator[BenchPrompt]:
 
 
 def machine_of(devices: Sequence[str]) -> str:
-    """Return what seconds and, by its kernels, images depend on: devices by the names of their makers, and cores."""
-    from patchpar.launch.accelerators import is_accelerator, name_of
-    from patchpar.launch.devices import available_cores
+    """Return what seconds and, by its kernels, images depend on: devices, of accelerators the hardware too, and cores.
 
-    names = (f"{device} {name_of(device)}" if is_accelerator(device) else device for device in devices)
-    return f"{', '.join(names)}; {available_cores()} cores"
+    Asks no driver, which would take memory of a card for this process, that computes nothing on it.
+    """
+    from patchpar.launch.accelerators import is_accelerator
+    from patchpar.launch.devices import available_cores, hardware
+
+    kinds = hardware() if any(map(is_accelerator, devices)) else ()
+    return "; ".join([", ".join(devices), *filter(None, [", ".join(kinds)]), f"{available_cores()} cores"])
 
 
 def model_name(model: str, options: dict[str, Any]) -> str:

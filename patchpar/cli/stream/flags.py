@@ -21,9 +21,11 @@ from patchpar.cli.flags import (
     given,
 )
 from patchpar.cli.folded_help import more
-from patchpar.cli.output_files import check_can_write
+from patchpar.cli.input_images import check_file
+from patchpar.cli.output_files import check_apart, check_can_write
 from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.stream.web.server import check_port
 
 PAGE = "page"
@@ -113,7 +115,7 @@ class StreamFlags:
                 kind = "not for" if takes_frames and not self.is_video else "for"
                 of = " of images" if takes_frames and self.is_video else ""
                 raise PlanError(f"--{name.replace('_', '-')} is {kind} streams{of} with --input")
-        if self.input is not None and self.is_video and not self.has_camera and not Path(self.input).is_file():
+        if self.input is not None and self.is_video and not self.has_camera and not path_of(self.input).is_file():
             raise PlanError(f"--input {self.input}: {self.model} generates video, and there is no such file")
         if self.input is not None and self.is_video and self.record is not None:
             raise PlanError("--record does not hold the frames of --input: leave one of them out")
@@ -126,12 +128,12 @@ class StreamFlags:
         for each in self.speaker or ():
             audio, _, mask = each.rpartition(":")
             for file in (audio, mask):
-                if not Path(file).is_file():
+                if not path_of(file).is_file():
                     raise PlanError(f"--speaker {each}: it has to be AUDIO:MASK, and there is no file {file!r}")
         if self.speaker and self.audio is not None:
             raise PlanError("--audio is of one speaker: leave it out, or leave out --speaker")
-        if self.pose is not None and not self.pose.is_file():
-            raise PlanError(f"--pose {self.pose}: there is no such file")
+        if self.pose is not None:
+            check_file(self.pose, f"--pose {self.pose}")
         if self.record is not None and (self.pose or self.speaker):
             raise PlanError("--record holds neither --pose nor --speaker: leave it out")
 
@@ -155,6 +157,7 @@ class StreamFlags:
             check_video(self.output)
         if self.record is not None:
             check_can_write(self.record, "--record", "session.jsonl")
+        check_apart(self.output, self.record)
 
     @property
     def weights(self) -> str:
@@ -218,4 +221,4 @@ def device_of(text: str) -> str | None:
 
 def is_block_causal(model: str) -> bool:
     """Whether a model is known to generate video block by block, without loading anything."""
-    return model == FACE or (Path(model).expanduser() / "stream.json").is_file()
+    return model == FACE or (path_of(model) / "stream.json").is_file()

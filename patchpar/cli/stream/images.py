@@ -16,6 +16,7 @@ from patchpar.cli.stream.live_inputs import LiveInputs, notes_of
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.models.task import RequestedTask
 
@@ -38,7 +39,7 @@ class ImageFrames:
     @classmethod
     def of(cls, source: Path, fps: float | None) -> ImageFrames:
         """Check that `source` has images. `fps`: None for the video's own rate. Raises PlanError."""
-        if source.is_dir():
+        if path_of(source).is_dir():
             if not _images_in(source):
                 raise PlanError(f"--input {source}: this folder has no images ({', '.join(SUFFIXES)})")
             return cls(source=source, fps=fps or FPS)

@@ -16,6 +16,7 @@ from patchpar.cli.stream.live_inputs import LiveInputs
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
@@ -69,7 +70,7 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
     from patchpar.stream.audio.audio_file import read_audio
 
-    audio = read_audio(Path(request.audio).expanduser(), folder.rate)
+    audio = read_audio(path_of(request.audio), folder.rate)
     typer.echo(f"{request.audio}: {audio.facts}", err=True)
     return audio.samples, audio.rate
 

@@ -35,8 +35,6 @@ from patchpar.launch.anonymous_file import aligned
 from patchpar.launch.links import RETRY_SECONDS
 
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
-ENDED = getattr(select, "POLLRDHUP", select.POLLHUP)  # of Linux: the other end, or this one, has been shut
-
 
 Numbered = tuple[PeerSocket, int]
 """The socket through which a message comes, and its number among those of this socket."""
@@ -75,9 +73,10 @@ class SharedMemoryTransport(Poisonable):
     def is_cut(self) -> bool:
         """Whether a connection has ended or has been shut. Reads nothing, so that any thread may ask."""
         poll = select.poll()
+        ended = getattr(select, "POLLRDHUP", select.POLLHUP)  # of Linux: the other end, or this one, has been shut
         try:
             for line in list(self._lines.values()):
-                poll.register(line.link, ENDED)
+                poll.register(line.link, ended)
             return bool(poll.poll(0))
         except (OSError, ValueError):  # closed by this rank
             return True

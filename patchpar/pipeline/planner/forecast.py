@@ -126,7 +126,7 @@ class Forecast:
         return {
             "plan": str(self.plan),
             "machine": str(self.machine),
-            "devices": list(self.order or range(self.plan.world_size)),
+            "devices": list(self.order or range(self.plan.world_size))[: self.plan.world_size],
             "seconds": self.seconds,
             "steps": self.steps,
             "warm_up_steps": self.warm_up_steps,
@@ -184,8 +184,7 @@ class PlanForecasts:
         """Return the forecast with ranks on the devices of this order; the first ones without it."""
         topology, size = _ordered(self._topology, order), len(self._recorded)
         devices = [self._machine.device_at(order[rank] if order else rank) for rank in range(self._plan.world_size)]
-        alike = [name.name for name in devices]
-        form = links_of(self._plan.data, size, self._pairs, topology), tuple(alike)
+        form = links_of(self._plan.data, size, self._pairs, topology), tuple(each.name for each in devices)
         if form not in self._replays:
             self._replays[form] = self._replayed(devices, topology)
         replayed = self._replays[form]

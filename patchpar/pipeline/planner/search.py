@@ -143,15 +143,22 @@ class _Search:
 
     def try_plan(self, plan: Plan) -> None:
         """Replay a plan; with sharded weights too, where whole ones do not fit."""
+        forecast = self._tried(plan)
+        if forecast is None:
+            return
+        if plan.patch == 1:
+            self._unsplit[plan.cfg] = forecast
+        if not fits(forecast) and plan.weights == "whole" and plan.stage * plan.tensor == 1:
+            self._tried(replace(plan, weights="sharded"))
+
+    def _tried(self, plan: Plan) -> Forecast | None:
+        """Return the forecast of a plan, which is kept; None where the plan is refused, whose reason is kept."""
         try:
-            forecast = self._simulate(plan)
-            self.forecasts.append(forecast)
-            if plan.patch == 1:
-                self._unsplit[plan.cfg] = forecast
-            if not fits(forecast) and plan.weights == "whole" and plan.stage * plan.tensor == 1:
-                self.forecasts.append(self._simulate(replace(plan, weights="sharded")))
+            self.forecasts.append(self._simulate(plan))
         except PlanError as error:
             self._refused[str(plan)] = str(error)
+            return None
+        return self.forecasts[-1]
 
     def try_divided(self, plan: Plan) -> None:
         """Replay a plan that divides the network itself, unless its first call needs more than a device holds."""

@@ -33,7 +33,7 @@ WIDTHS = 32
 """Widths of attention heads that kernels know are multiples of it."""
 
 
-SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes of an element."""
 LAYOUT_KERNELS = 3
 """Of a convolution whose maps have another layout: they change that of its input, its weight and its output."""

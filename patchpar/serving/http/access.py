@@ -11,9 +11,8 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from patchpar.serving.api_keys import ApiKeys
-from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.image_files import ROUTE
-from patchpar.serving.job import Cancelled
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import SocketTickets, offered_ticket
@@ -97,10 +96,7 @@ class RequestGuard:
             if has_begun():  # its status was sent, so that only the connection can say it
                 log.exception("request %s failed after its response had begun", request_id)
                 raise
-            refusal = request_error_of(error, request_id)
-            if refusal.status >= 500 and not isinstance(error, (RequestError, Cancelled)):
-                log.exception("request %s failed", request_id)
-            await error_response(refusal)(scope, receive, send)
+            await error_response(logged_error_of(error, request_id))(scope, receive, send)
 
     def _ticket_of(self, scope: Scope) -> str:
         """Return the owner that a ticket of a WebSocket names, "" without one. Raises RequestError for a wrong one."""

@@ -67,11 +67,13 @@ def _add_loras(app: FastAPI, service: ImageService) -> None:
     async def add(request: Request) -> dict[str, Any]:
         """Register a LoRA of a file or a folder on this machine, once what runs has ended."""
         lora = parse_lora(await read_body(request, service.settings.limits.body_bytes))
+        service.loras.check_new(lora.name)  # before all else has to wait for it
         await outcome_of(service.add_lora(lora), request)
         return listed()
 
     @app.delete("/admin/lora/{name}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Delete a LoRA, once what runs has ended. Requests that wait for it fail."""
+        service.loras.check_known(name)
         await outcome_of(service.remove_lora(name), request)
         return listed()

@@ -1,5 +1,7 @@
 """Exceptions of a job as responses. Details of a failure are in the server's log, under the request's ID."""
 
+import logging
+
 from patchpar.errors import (
     LaunchError,
     PatchparError,
@@ -13,6 +15,15 @@ from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.request_error import RequestError
 
 RESTART_SECONDS = 10
+log = logging.getLogger(__name__)
+
+
+def logged_error_of(error: Exception, name: str) -> RequestError:
+    """Return the error of the response. `name`: what the client is told to look for in the log, which has the rest."""
+    found = request_error_of(error, name)
+    if found.status >= 500 and not isinstance(error, (RequestError, Cancelled)):
+        log.error("%s failed", name, exc_info=error)
+    return found
 
 
 def request_error_of(error: Exception, request_id: str) -> RequestError:
@@ -38,7 +49,7 @@ def _cancellation_of(error: Cancelled) -> RequestError:
             f"the server is ending; when it is started again, it goes on with this request as {error.name}: "
             f"GET /v1/{kind}/{error.name}"
         )
-        return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS)
+        return RequestError(reason, status=503, code="draining", retry_after=RESTART_SECONDS, is_final=True)
     if isinstance(error, ServerEnding):
         reason = "the server is ending, and this request did not finish"
         return RequestError(reason, status=503, code="draining", retry_after=1)
@@ -54,4 +65,4 @@ def _failure_of(error: Exception, request_id: str) -> RequestError:
         return RequestError(reason, status=503, code="workers_unavailable", retry_after=RESTART_SECONDS)
     kind = "" if isinstance(error, PatchparError) else f" with {type(error).__name__}"
     reason = f"generation failed{kind}; the server's log says where ({request_id})"
-    return RequestError(reason, status=500, code="failed")
+    return RequestError(reason, status=500, code="failed", is_final=True)

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.http.access import owner_of
-from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.http.job_outcome import submitted
 from patchpar.serving.image_call import RANDOM_SEEDS
 from patchpar.serving.image_encoding import image_bytes
@@ -60,6 +60,7 @@ class ImageSocket:
 
     def __init__(self, socket: WebSocket, service: ImageService, owner: str) -> None:
         self._socket, self._service, self._owner = socket, service, owner
+        self._name = f"socket_{secrets.token_hex(12)}"  # in the log, and in what the client is told of it
         self._wanted: EditRequest | None = None
         self._newest: tuple[int, bytes] | None = None
         self._changed = asyncio.Condition()
@@ -150,7 +151,7 @@ class ImageSocket:
             try:
                 made: GeneratedImages = await asyncio.wrap_future(job.outcome)
             except Exception as error:  # noqa: BLE001  the client is told, and the next image may be made
-                await self._refuse(request_error_of(error, f"image {number}"), number)
+                await self._refuse(logged_error_of(error, f"image {number} of {self._name}"), number)
             else:
                 await self._deliver(number, wanted, made)
             async with self._changed:

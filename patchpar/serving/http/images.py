@@ -10,12 +10,12 @@ from fastapi.responses import JSONResponse
 
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.event_stream import EventStream, event_of
-from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.http.files import with_whole_links
 from patchpar.serving.http.job_events import events_of
 from patchpar.serving.http.job_outcome import outcome_of, submitted
 from patchpar.serving.http.jobs import job_view
-from patchpar.serving.http.request_body import FormBody, read_body, read_form
+from patchpar.serving.http.request_body import FormBody, idempotency_key_of, read_body, read_form
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
 from patchpar.serving.job_source import QueuedImages
@@ -23,7 +23,14 @@ from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import MAX_PIXELS, UploadedImage, Uploads, check_mask, check_upload
+from patchpar.serving.uploaded_image import (
+    MAX_PIXELS,
+    UploadedImage,
+    Uploads,
+    check_mask,
+    check_upload,
+    checked_aside,
+)
 
 QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
@@ -48,7 +55,7 @@ def add_images(app: FastAPI, service: ImageService) -> None:
         form = await read_form(request, limits.form_bytes)
         form.check_files(*IMAGES, MASK)
         wanted = parse_edit(dict(form.values))
-        uploads = await asyncio.to_thread(_uploads_of, form)
+        uploads = await checked_aside(_uploads_of, form)
         return await _answer(service, request, wanted, uploads, EDIT, form.digest())
 
 
@@ -81,7 +88,7 @@ def _later(
         wanted=wanted,
         owner=owner_of(request),
         uploads=uploads,
-        key=request.headers.get("idempotency-key", "")[:256],
+        key=idempotency_key_of(request),
         digest=digest,
     )
     return JSONResponse(
@@ -96,7 +103,7 @@ async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, re
             yield event
         queued.job.outcome.result()
     except Exception as error:  # noqa: BLE001  the response has begun, so that an error is an event
-        yield event_of("error", request_error_of(error, request_id).body)
+        yield event_of("error", logged_error_of(error, request_id).body)
     finally:
         queued.job.cancel()  # does nothing to a job that has ended
 

@@ -47,6 +47,7 @@ async def outcome_of(job: Job, request: Request) -> Any:
         return outcome.result()
     finally:
         gone.cancel()
+        outcome.cancel()  # or asyncio logs each exception that nobody is left for
         job.cancel()  # does nothing to a job that has ended
 
 

@@ -75,12 +75,12 @@ def job_view(service: ImageService, kept: KeptJob, request: Request, with_result
         "created_at": kept.created_at,
         "completed_at": kept.completed_at,
         "expires_at": service.kept.expires_at(kept),
-        "error": error_of(kept, request),
+        "error": error_of(kept),
         "result": with_whole_links(kept.result, request) if with_result and kept.result is not None else None,
     }
 
 
-def error_of(kept: KeptJob, request: Request) -> Any:
+def error_of(kept: KeptJob) -> Any:
     """Return the body of a job's error; None without one. A cancelled job has the code "cancelled".
 
     One that the next server goes on with has none.
@@ -89,7 +89,7 @@ def error_of(kept: KeptJob, request: Request) -> Any:
         return None
     if kept.status == "cancelled":
         return RequestError("this job was cancelled", code="cancelled").body["error"]
-    return request_error_of(kept.error, request.scope["state"]["request_id"]).body["error"]
+    return request_error_of(kept.error, kept.id).body["error"]
 
 
 def page_of(request: Request, kept: Sequence[KeptJob], view: Callable[[KeptJob], dict[str, Any]]) -> dict[str, Any]:

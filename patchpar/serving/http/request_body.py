@@ -13,6 +13,7 @@ from patchpar.stream.web.http_page import is_same_origin
 
 JSON, FORM = "application/json", "multipart/form-data"
 MAX_FILES, MAX_FIELDS = 16, 64
+MAX_KEY = 256
 MAX_TEXT = 1 << 18
 """Bytes of a text field: a prompt of the longest kind, in any script."""
 
@@ -93,6 +94,16 @@ async def read_form(request: Request, most: int) -> FormBody:
     finally:
         await form.close()
     return FormBody(values=values, files=files)
+
+
+def idempotency_key_of(request: Request) -> str:
+    """Return the header by which a request may be sent again, "" without it. Raises RequestError for a long one."""
+    found = request.headers.get("idempotency-key", "")
+    if len(found) > MAX_KEY:
+        raise RequestError(
+            f"Idempotency-Key: {len(found)} characters, and at most {MAX_KEY} are read: use a shorter one"
+        )
+    return found
 
 
 def check_origin(request: Request) -> None:

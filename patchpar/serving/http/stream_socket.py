@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from patchpar.serving.http.failures import request_error_of
+from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import accepted_protocol
 from patchpar.serving.streams.live_stream import LiveStream
@@ -66,11 +66,8 @@ class StreamSocket:
                 return None
             control = parse_control(message.get("text") or "")
             effect = await asyncio.to_thread(self._stream.control, control)
-        except Exception as error:  # the client is told, and the stream goes on
-            refusal = request_error_of(error, self._stream.id)
-            if refusal.status >= 500:
-                log.exception("a message to %s failed", self._stream.id)
-            return {"type": "error", **refusal.body}
+        except Exception as error:  # noqa: BLE001  the client is told, and the stream goes on
+            return {"type": "error", **logged_error_of(error, f"a message to {self._stream.id}").body}
         return {"type": "effect", "of": control.type, **effect}
 
     async def _send_states(self) -> None:

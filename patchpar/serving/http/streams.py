@@ -21,7 +21,7 @@ from patchpar.serving.socket_tickets import TICKET_SECONDS, protocols_of
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, parse_stream, parse_stream_form
 from patchpar.serving.streams.stream_service import StreamService
-from patchpar.serving.uploaded_image import read_upload
+from patchpar.serving.uploaded_image import checked_aside, read_upload
 from patchpar.stream.web.http_page import is_own_origin
 
 REFERENCE, AUDIO, POSE = "reference", "audio_file", "pose"
@@ -172,7 +172,7 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
     for name, (data, *others) in form.files.items():
         if others:
             raise RequestError(f"{1 + len(others)} files: send one", param=name)
-        found[name.removesuffix("_file")] = await asyncio.to_thread(readers[name], data)
+        found[name.removesuffix("_file")] = await checked_aside(readers[name], data)
     return parse_stream_form(dict(form.values)), found
 
 

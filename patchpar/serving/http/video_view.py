@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from fastapi import Request
-
 from patchpar.serving.http.jobs import error_of
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.service import ImageService
@@ -15,7 +13,7 @@ STATUSES = {"cancelled": "failed"}
 """OpenAI's clients know no cancelled video: it has failed, with the code "cancelled"."""
 
 
-def video_view(service: ImageService, kept: KeptJob, request: Request) -> dict[str, Any]:
+def video_view(service: ImageService, kept: KeptJob) -> dict[str, Any]:
     """Return the JSON of a video, with OpenAI's fields, and `patchpar` with figures once it is there."""
     wanted: VideoRequest = kept.work.request
     (queued,) = kept.work.call
@@ -33,7 +31,7 @@ def video_view(service: ImageService, kept: KeptJob, request: Request) -> dict[s
         "created_at": kept.created_at,
         "completed_at": kept.completed_at,
         "expires_at": service.kept.expires_at(kept),
-        "error": error_of(kept, request),
+        "error": error_of(kept),
         "prompt": wanted.prompt,
         "seconds": f"{seconds:g}",
         "size": f"{width}x{height}",

@@ -10,13 +10,13 @@ from fastapi.responses import FileResponse, JSONResponse
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.job_outcome import until_ended
 from patchpar.serving.http.jobs import page_of
-from patchpar.serving.http.request_body import FORM, kind_of, read_body, read_form
+from patchpar.serving.http.request_body import FORM, idempotency_key_of, kind_of, read_body, read_form
 from patchpar.serving.http.video_view import video_view
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.uploaded_image import Uploads, check_upload
+from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
 from patchpar.serving.video_files import StoredVideo
 from patchpar.serving.video_request import VideoRequest, parse_video, parse_video_form
 
@@ -36,7 +36,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
     @app.post("/v1/videos")
     async def create(request: Request) -> JSONResponse:
         """Queue a video."""
-        return JSONResponse(video_view(service, await _created(service, request), request), headers=_poll())
+        return JSONResponse(video_view(service, await _created(service, request)), headers=_poll())
 
     @app.post("/v1/videos/sync")
     async def create_and_wait(request: Request) -> Response:
@@ -47,7 +47,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
             if kept.error is not None:
                 raise kept.error
             content = await asyncio.to_thread(kept.result.file.read_bytes)
-            view = video_view(service, kept, request)
+            view = video_view(service, kept)
         finally:
             service.kept.delete(kept)
         named = {f"x-video-{name}": str(view[name]) for name in ("id", "seconds", "size")}
@@ -62,19 +62,19 @@ def _add_kept(app: FastAPI, service: ImageService) -> None:
     async def videos(request: Request) -> dict[str, Any]:
         """List videos."""
         kept = service.kept.all_of("video", owner_of(request))
-        return page_of(request, kept, lambda each: video_view(service, each, request))
+        return page_of(request, kept, lambda each: video_view(service, each))
 
     @app.get("/v1/videos/{name}")
     async def video(request: Request, name: str) -> JSONResponse:
         """Return the state of a video."""
-        return JSONResponse(video_view(service, found(request, name), request), headers=_poll())
+        return JSONResponse(video_view(service, found(request, name)), headers=_poll())
 
     @app.post("/v1/videos/{name}/cancel")
     async def cancel(request: Request, name: str) -> dict[str, Any]:
         """Cancel a video: at once while it waits, else before its next call of a denoiser."""
         kept = found(request, name)
         kept.job.cancel()
-        return video_view(service, kept, request)
+        return video_view(service, kept)
 
     @app.delete("/v1/videos/{name}")
     async def delete(request: Request, name: str) -> dict[str, Any]:
@@ -109,8 +109,9 @@ async def _created(service: ImageService, request: Request, *, is_kept: bool = T
         wanted=wanted,
         owner=owner_of(request),
         uploads=uploads,
-        key=request.headers.get("idempotency-key", "")[:256] if is_kept else "",
+        key=idempotency_key_of(request) if is_kept else "",
         digest=digest,
+        is_awaited=not is_kept,
     )
     return await asyncio.to_thread(keep, service, later)
 
@@ -126,7 +127,7 @@ async def _read(service: ImageService, request: Request) -> tuple[VideoRequest, 
     files = form.files.get(REFERENCE, ())
     if len(files) > 1:
         raise RequestError(f"{len(files)} files: send one", param=REFERENCE)
-    images = [await asyncio.to_thread(check_upload, data, REFERENCE) for data in files]
+    images = [await checked_aside(check_upload, data, REFERENCE) for data in files]
     return wanted, Uploads(images=tuple(images)), form.digest()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from patchpar.errors import PatchparError
+from patchpar.errors import PlanError
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.streams.stream_request import StreamControl, reference_of
 from patchpar.stream.session import StreamSession
@@ -152,7 +152,7 @@ class LiveStream:
         try:
             part()
         except Exception as error:
-            if not isinstance(error, PatchparError):
+            if not isinstance(error, PlanError):  # which its clients are told
                 log.exception("%s failed", self.id)
             self.error = self.error or error.with_traceback(None)
             return False

@@ -246,11 +246,14 @@ class PipedOnStages(PipedDenoiser):
         super().finish()
 
     def restore(self) -> None:
-        """Leave the denoiser as it was, bit for bit. Idempotent. Collective. Raises ExchangeError."""
-        super().restore()
-        self._known.clear()
+        """Leave the denoiser as it was, bit for bit. Idempotent. Collective.
+
+        Raises PlanError, with nothing changed, where whole weights do not fit a device. Raises ExchangeError.
+        """
         self._hold([], calls=0)
         self.stages.restore()
+        super().restore()
+        self._known.clear()
 
 
 def _whole(x: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
@@ -104,7 +104,7 @@ class StagedDenoiser:
         return layout, output
 
     def gather(self) -> None:
-        """Get all weights back until the next call. Collective. Raises ExchangeError."""
+        """Get all weights back until the next call. Collective. Raises PlanError, ExchangeError."""
         if self._weights is not None:
             self._weights.gather()
 
@@ -138,7 +138,7 @@ class StagedDenoiser:
         return stage.finish(self.through(stage, forward)(*args, **kwargs), output)
 
     def release(self, layout: StageLayout) -> None:
-        """Hold the weights of this stage's blocks only. Collective. Raises ExchangeError."""
+        """Hold the weights of this stage's blocks only. Collective. Raises PlanError, ExchangeError."""
         assert self._weights is not None
         if self._weights.holders != layout.holders():
             self._weights.gather()
@@ -153,7 +153,12 @@ class StagedDenoiser:
         before = self._watched.now()
         if self._weights is None:
             self._weights, self._hooks = self._divided(), BlockHooks(self.denoiser)
-        self._weights.gather()
+        try:
+            self._weights.gather()
+        except PlanError as error:
+            raise PlanError(
+                f"{error}; or use weights=hosted: the first call of a form runs the whole network"
+            ) from error
         try:
             return self._found(forward, call)
         except BaseException:
@@ -227,13 +232,15 @@ class StagedDenoiser:
         self.restore()
 
     def restore(self) -> None:
-        """Leave the denoiser as it was, bit for bit. Idempotent. Collective. Raises ExchangeError."""
+        """Leave the denoiser as it was, bit for bit. Idempotent. Collective.
+
+        Raises PlanError, with nothing changed, where whole weights do not fit a device. Raises ExchangeError.
+        """
+        self.gather()
         self._layouts.clear()
         if self._hooks is not None:
             self._hooks.close()
-        weights, self._weights, self._hooks = self._weights, None, None
-        if weights is not None:
-            weights.gather()
+        self._weights = self._hooks = None
 
 
 def _seconds(layout: StageLayout, seconds: Sequence[float]) -> str:

@@ -162,14 +162,17 @@ class StagedPatches:
 
     def forget(self) -> None:
         """Make all weights whole and discard what is known; modules may change until the next call."""
-        self.patched.forget()
         self.restore()
+        self.patched.forget()
 
     def restore(self) -> None:
-        """Leave the denoiser as it was, bit for bit. Idempotent. Collective. Raises ExchangeError."""
+        """Leave the denoiser as it was, bit for bit. Idempotent. Collective.
+
+        Raises PlanError, with nothing changed, where whole weights do not fit a device. Raises ExchangeError.
+        """
+        self.stages.restore()
         self._known.clear()
         self.patched.restore()
-        self.stages.restore()
 
 
 class _Once:

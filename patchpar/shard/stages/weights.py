@@ -13,6 +13,7 @@ from patchpar.shard.verification import uncounted
 from patchpar.shard.weights.opaque import say_what_stays_whole
 from patchpar.shard.weights.packed import PackedBlock, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import refuse_whole
 
 KIND = "weights"
 Holders = Mapping[str, frozenset[int]]  # stages that run a block, by its path
@@ -26,7 +27,7 @@ class StageWeights:
     """
 
     def __init__(self, network: nn.Module, comm: Communicator, axis: Axis) -> None:
-        self._comm, self._axis = comm, axis
+        self._comm, self._axis, self._kind = comm, axis, type(network).__name__
         self._blocks = packed_blocks(network, comm.transport.device)
         say_what_stays_whole(network, [block.module for block in self._blocks], axis)
         self.holders: Holders = {}  # of released blocks
@@ -38,28 +39,35 @@ class StageWeights:
             block.point_to(block.nan_views())
 
     def gather(self) -> None:
-        """Get all weights back from the stages that hold them. Raises ExchangeError."""
-        holders, self.holders = self.holders, {}
+        """Get all weights back from the stages that hold them.
+
+        Raises PlanError, with nothing changed, where they do not fit a device. Raises ExchangeError; what is missing
+        then is known, and is sent again at the next call.
+        """
+        if not self.holders:
+            return
+        missing = self._blocks_without(self._axis.rank, self.holders)
+        refuse_whole((self._comm, self._axis), self._kind, sum(block.num_bytes for block in missing))
         with uncounted(self._comm), torch.inference_mode(mode=False):
             for block in self._blocks:
-                if block.name in holders and len(holders[block.name]) < self._axis.size:
-                    self._spread(block, holders[block.name])
+                holders = self.holders.get(block.name)
+                if holders is not None and len(holders) < self._axis.size:
+                    self._spread(block, holders)
+        self.holders = {}
 
     def _spread(self, block: PackedBlock, holders: frozenset[int]) -> None:
         axis, owner = self._axis, min(holders)
         missing = [rank for rank in range(axis.size) if rank not in holders]
-        if axis.rank != owner and axis.rank not in missing:
-            return
         where = f"weights of {block.name}"
-        buffer = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._comm.transport.device)
         if axis.rank == owner:
+            buffer = torch.empty(block.num_bytes, dtype=torch.uint8, device=self._comm.transport.device)
             block.write(buffer)
             peers = tuple(axis.ranks[rank] for rank in missing)
             self._comm.send_recv(KIND, where, [Outgoing(peers, (buffer,))], []).wait()
-            return
-        expected = Incoming(axis.ranks[owner], (TensorSpec.of(buffer),))
-        ((received,),) = self._comm.send_recv(KIND, where, [], [expected]).wait()
-        block.point_to(block.own_copies(received))
+        elif axis.rank in missing:
+            expected = Incoming(axis.ranks[owner], (TensorSpec((block.num_bytes,), torch.uint8),))
+            ((received,),) = self._comm.send_recv(KIND, where, [], [expected]).wait()
+            block.point_to(block.own_copies(received))
 
     @contextmanager
     def set_aside(self, holders: Holders) -> Iterator[None]:
@@ -92,14 +100,14 @@ class HostedStageWeights:
 
     def release(self, holders: Holders) -> None:
         """Bring the blocks of this stage to the device, and leave out the others."""
-        self.holders = holders
         self._weights.settle()
-        self._moved = self._weights.in_slots
-        for index in self._moved:
+        for index in self._weights.in_slots:
             if self._is_here(index, holders):
                 self._weights.keep_whole(index)
             else:
                 self._weights.leave_out(index)
+            self._moved.append(index)
+        self.holders = holders
 
     def gather(self) -> None:
         """Bring all blocks into slots when they run."""

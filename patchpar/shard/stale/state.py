@@ -127,7 +127,8 @@ class StaleState:
             moved, whole, _ = values.sum(0).tolist()
             drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
             decider = self._deciders.setdefault(call, ResyncDecider(rules))
-            wanted = decider.next_is_fresh(drift, values[:, 2].max().item(), fresh=report.fresh)
+            sent, calls = values[:, 2].max().item(), len(self._stale_in_a_row)
+            wanted = decider.next_is_fresh(drift, sent, fresh=report.fresh, calls=calls)
         return wanted
 
 

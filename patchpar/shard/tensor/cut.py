@@ -22,16 +22,20 @@ Join = Callable[[FeatureCut, Tensor, int], Tensor]
 
 
 class CutBlock:
-    """A block that computes with the features of `rank`, until `restore`. `add_up` is called in the order it runs."""
+    """A block that computes with the features of `rank`, until `restore`. `add_up` is called in the order it runs.
+
+    Its whole parameters are kept until `settle`: up to then `undo` puts them back, without other ranks.
+    """
 
     def __init__(self, block: nn.Module, cut: BlockCut, rank: int, add_up: Sum) -> None:
         self.block, self.cut, self.rank = block, cut, rank
         self._hooks = HookSet()
         self._parameters: list[tuple[nn.Parameter, FeatureCut, int]] = []
+        self._before: list[Tensor] = []  # of these
         try:
             self._install(add_up)
         except BaseException:
-            self._hooks.close()
+            self.undo()
             raise
 
     def _install(self, add_up: Sum) -> None:
@@ -46,11 +50,34 @@ class CutBlock:
         if self.cut.arguments:
             self._hooks.install(self.block, _ArgumentHook(self.cut.arguments, self.rank), HOOK)
 
-    def restore(self, whole: Join) -> None:
-        """Make all parameters whole again, in the memory that `whole` returns, and remove the hooks. Idempotent."""
-        for parameter, cut, dim in self._parameters:
-            parameter.data = whole(cut, parameter.data, dim)
+    def settle(self) -> None:
+        """Free the whole parameters."""
+        self._before.clear()
+
+    def undo(self) -> None:
+        """Put the whole parameters back, and remove the hooks."""
+        for (parameter, _, _), before in zip(reversed(self._parameters), reversed(self._before), strict=True):
+            parameter.data = before
         self._parameters.clear()
+        self._before.clear()
+        self._hooks.close()
+
+    def missing_bytes(self) -> int:
+        """Return the bytes by which the parameters grow in `restore`."""
+        return sum(
+            parameter.nbytes * sum(cut.sizes()) // parameter.shape[dim] - parameter.nbytes
+            for parameter, cut, dim in self._parameters
+        )
+
+    def restore(self, whole: Join) -> None:
+        """Make all parameters whole again, in the memory that `whole` returns, and remove the hooks. Idempotent.
+
+        Where `whole` fails it can be called again, for the rest.
+        """
+        while self._parameters:
+            parameter, cut, dim = self._parameters[-1]
+            parameter.data = whole(cut, parameter.data, dim)
+            self._parameters.pop()
         self._hooks.close()
 
     def _cut_column(self, column: FeatureCut) -> None:
@@ -73,9 +100,11 @@ class CutBlock:
 
     def _narrow(self, parameter: Any, cut: FeatureCut, dim: int) -> None:
         if parameter is not None:
+            before = parameter.data
             with torch.inference_mode(mode=False):
-                parameter.data = cut.part(parameter.data, dim, self.rank)
+                parameter.data = cut.part(before, dim, self.rank)
             self._parameters.append((parameter, cut, dim))
+            self._before.append(before)
 
 
 class _RowHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

@@ -37,6 +37,8 @@ class TensorDenoiser:
         self.exchange = "on"
         self.weights = WholeBlocks()
         """Where the weights of blocks are."""
+        self.together = mesh
+        """The ranks that call each method together; set it before the first call."""
         self._sharder: FeatureSharder | None = None
         self._known: set[tuple[str, ...]] = set()  # signatures of calls
 
@@ -51,7 +53,7 @@ class TensorDenoiser:
         """Cut the denoiser for such a call, unless it is; `forward` is its own. Collective.
 
         Arguments of other names or dims are verified anew, for which all weights are gathered. Raises UnsupportedModel,
-        VerificationError, ExchangeError.
+        VerificationError, PlanError where whole weights do not fit a device, ExchangeError.
         """
         if self.resume(call):
             return
@@ -74,7 +76,7 @@ class TensorDenoiser:
     def restore(self) -> None:
         """Make all weights whole, and forget the plan: the denoiser may change now. Idempotent. Collective.
 
-        Raises ExchangeError.
+        Raises PlanError, with nothing changed, where they do not fit a device. Raises ExchangeError.
         """
         self._make_whole()
         self.plan = None
@@ -87,7 +89,7 @@ class TensorDenoiser:
 
     def _cut(self, plan: FeaturePlan) -> FeatureSharder:
         if self._sharder is None:
-            self._sharder = FeatureSharder(self.denoiser, plan, self.mesh, self.weights)
+            self._sharder = FeatureSharder(self.denoiser, plan, self.mesh, self.weights, self.together)
         return self._sharder
 
     def _verify(self, plan: FeaturePlan, forward: Forward, call: Call) -> None:

@@ -38,7 +38,7 @@ def sums_of(module: nn.Module, x: Tensor) -> Tensor:
 def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Tensor:
     """Return the norm of x [..., f] from the `sums_of` all `features` features; its weights are those of x.
 
-    [..., f] in the dtype of x.
+    [..., f] in the dtype that the norm itself returns.
     """
     means = sums / features
     values = wide(x)
@@ -54,7 +54,16 @@ def normalized(module: nn.Module, x: Tensor, sums: Tensor, features: int) -> Ten
         values = values * weight
     if bias is not None:
         values = values + bias
-    return values.to(x.dtype)
+    return values.to(_dtype_of_output(module, x, weight, bias))
+
+
+def _dtype_of_output(module: nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype of a norm of x [..., f]: torch keeps that of x, diffusers multiplies by `weight` in its own."""
+    if weight is None or not isinstance(module, RMSNorm):
+        return x.dtype
+    is_half = weight.dtype in (torch.float16, torch.bfloat16)
+    dtype = weight.dtype if is_half else torch.promote_types(wide(x).dtype, weight.dtype)
+    return dtype if bias is None else torch.promote_types(dtype, bias.dtype)
 
 
 @cache

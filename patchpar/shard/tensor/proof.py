@@ -75,16 +75,11 @@ class BlockProof:
             terms[path, number] = wide(own) if before is None else before + wide(own)
             return known[path][number].to(own.dtype, copy=True)
 
-        kept = {id(parameter): parameter.data for parameter in self.block.module.parameters()}
-        parts: list[CutBlock] = []
+        part = CutBlock(self.block.module, cut, rank, add_up)
         try:
-            parts.append(CutBlock(self.block.module, cut, rank, add_up))
             found = self._outputs()
         finally:
-            for parameter in self.block.module.parameters():
-                parameter.data = kept[id(parameter)]
-            for part in parts:
-                part.restore(lambda cut, own, dim: own)
+            part.undo()
         if any(calls[path] != len(of_whole) for path, of_whole in known.items()):
             raise UnsupportedModel("it runs other parts than the whole block")
         return found

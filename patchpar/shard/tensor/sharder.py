@@ -6,9 +6,11 @@ from torch import Tensor, nn
 
 from patchpar.comm.all_reduce import all_reduce
 from patchpar.comm.collectives import AllGather, AxisComm
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.tensor.cut import CutBlock
-from patchpar.shard.tensor.feature_plan import FeatureCut, FeaturePlan
-from patchpar.shard.verification import uncounted
+from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, FeaturePlan
+from patchpar.shard.verification import every_rank_has, uncounted
+from patchpar.shard.weights.stores import refuse_whole
 
 KIND = "tensor"  # of all sums, in statistics
 
@@ -36,20 +38,47 @@ class FeatureSharder:
     """A transformer whose blocks are cut by a plan, until `restore`. All ranks of the axis call its methods together.
 
     `exchange`: "on", or "off", with which nothing is added up: wrong on purpose, a negative control. `weights`: where
-    those of blocks are.
+    those of blocks are. `together`: all ranks that cut theirs at the same time; those of the axis where it is None. A
+    cut that fails on one of them is undone on all. Raises UnsupportedModel, PlanError, ExchangeError, and on the rank
+    where a cut fails what that raises.
     """
 
-    def __init__(self, denoiser: nn.Module, plan: FeaturePlan, mesh: AxisComm, weights: WholeBlocks) -> None:
-        self.comm, self.axis = mesh
-        self.exchange, self._weights = "on", weights
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        plan: FeaturePlan,
+        mesh: AxisComm,
+        weights: WholeBlocks,
+        together: AxisComm | None = None,
+    ) -> None:
+        self.together, (self.comm, self.axis) = together or mesh, mesh
+        self.denoiser, self.exchange, self._weights = denoiser, "on", weights
         self._blocks: list[CutBlock] = []
         for cut in plan.blocks:
             for path in cut.paths:
-                block = denoiser.get_submodule(path)
-                weights.take(block)
-                self._blocks.append(CutBlock(block, cut, self.axis.rank, partial(self._add_up, path)))
-                weights.give(block)
-        weights.settle()
+                self._cut(path, cut)
+        try:
+            weights.settle()
+        except PlanError:  # of all ranks
+            self.restore()
+            raise
+
+    def _cut(self, path: str, cut: BlockCut) -> None:
+        block, part, failure = self.denoiser.get_submodule(path), None, None
+        self._weights.take(block)
+        try:
+            part = CutBlock(block, cut, self.axis.rank, partial(self._add_up, path))
+        except Exception as error:  # noqa: BLE001  raised below
+            failure = error
+        if every_rank_has(self.together, f"features of {path}", part is not None) and part is not None:
+            part.settle()
+            self._blocks.append(part)
+            self._weights.give(block)
+            return
+        if part is not None:
+            part.undo()
+        self.restore()
+        raise failure or UnsupportedModel(f"another rank cannot divide {path} by features, so that none does")
 
     def _add_up(self, block: str, path: str, own: Tensor) -> Tensor:
         where = f"sum at {block}.{path}"
@@ -58,9 +87,12 @@ class FeatureSharder:
     def restore(self) -> None:
         """Gather all weights for good, bit for bit as they were, and remove the hooks. Idempotent. Collective.
 
-        Raises ExchangeError.
+        Raises PlanError, with every block as it was, where whole weights do not fit a device. Raises ExchangeError.
         """
         self._weights.undo()
+        if self._blocks:
+            need = sum(block.missing_bytes() for block in self._blocks)
+            refuse_whole(self.together, type(self.denoiser).__name__, need)
         with uncounted(self.comm):
             while self._blocks:
                 self._blocks[-1].restore(self._whole)
@@ -68,4 +100,5 @@ class FeatureSharder:
 
     def _whole(self, cut: FeatureCut, own: Tensor, dim: int) -> Tensor:
         gather = AllGather(self.comm, self.axis, "weights", "weights cut by features")
+        own = own.to(self.comm.transport.device)  # which may wait on the host
         return cut.whole(gather.parts(own, dim, cut.sizes()), dim)

@@ -9,6 +9,7 @@ others'. One device has one part.
 As Superpipeline (2410.08791) and the group offloading of diffusers do for one device.
 """
 
+import json
 import logging
 import weakref
 from collections.abc import Sequence
@@ -17,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AllGather, AxisComm, Communicator
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import is_accelerator, pin_host_memory, unpin_host_memory
 from patchpar.launch.host_memory import free_memory
+from patchpar.launch.rendezvous import this_host
 from patchpar.plan.mesh import Axis
+from patchpar.shard.verification import uncounted
 from patchpar.shard.weights.copy_stream import CopyStream
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
@@ -31,15 +34,27 @@ COPIED = "host"  # in statistics: what is copied from the host, which no rank se
 log = logging.getLogger(__name__)
 
 
-def refuse_without_host_memory(num_bytes: int) -> None:
-    """Raise PlanError if so many bytes of host memory are not free."""
-    free = free_memory()
-    if free is not None and num_bytes > free:
-        raise PlanError(
-            f"weights=hosted keeps {num_bytes / 2**30:.1f} GiB of weights in host memory here, of which "
-            f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
-            "devices, or free some memory"
-        )
+def refuse_without_host_memory(num_bytes: int, mesh: AxisComm | None = None) -> None:
+    """Raise PlanError if so many bytes of host memory, of this rank's part of weights, are not free.
+
+    `mesh`: all ranks that keep parts, of whose sum on each host all ranks raise then, so that none waits for another.
+    Collective with it. Raises ExchangeError.
+    """
+    own: list[Any] = [this_host(), num_bytes, free_memory()]
+    found = [own]
+    if mesh is not None:
+        with uncounted(mesh[0]):
+            gather = AllGather(*mesh, "verify", "free host memory")
+            found = [json.loads(each) for each in gather.of_bytes(json.dumps(own).encode())]
+    for host in dict.fromkeys(host for host, _, _ in found):
+        need = sum(size for name, size, _ in found if name == host)
+        free = min((each for name, _, each in found if name == host and each is not None), default=None)
+        if free is not None and need > free:
+            raise PlanError(
+                f"weights=hosted keeps {need / 2**30:.1f} GiB of weights in host memory here, of which "
+                f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
+                "devices, or free some memory"
+            )
 
 
 def unpin_after_copies(stream: CopyStream, addresses: Sequence[int]) -> None:
@@ -76,12 +91,11 @@ class HostStore(BlockStore):
         return 0 if self._own is None else self._own.memory.numel()
 
     def reserve(self, blocks: Sequence[PackedBlock]) -> None:
-        """See BlockStore. Raises PlanError if that much host memory is not free."""
+        """See BlockStore; `refuse_without_host_memory` comes before it."""
         self._blocks, total = blocks, 0
         for block in blocks:
             self._offsets.append(total)
             total += block.shard_bytes(self.axis.size)
-        refuse_without_host_memory(total)
         self._own = HostSegment(total)
 
     def keep(self, index: int, copy: CopyMemory) -> None:

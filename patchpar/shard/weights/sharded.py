@@ -7,7 +7,6 @@
 Parameters are views into the slots, whose addresses never change: nothing is allocated or copied at a gather. What is
 not in a block stays whole. All ranks of the axis run the same blocks in the same order; which order is not assumed.
 Where the bytes are kept, and how they get into a slot, is up to a store: in the memory of the devices, or of the host.
-
 As in ZeRO-3 (Rajbhandari et al. 2020, arXiv:1910.02054), for inference, and by bytes instead of tensors.
 """
 
@@ -122,11 +121,13 @@ class ShardedWeights:
             self.store.refuse_whole(type(self.network).__name__, need)
         for index in self.in_slots:
             self.keep_whole(index)
-        self._slots = []
+        self._slots, self._views = [], []  # which others may hold this object of
         self.store.close()
 
     def settle(self) -> None:
-        """Wait for transfers that were started in advance. Raises ExchangeError."""
+        """Wait for transfers that were started in advance; no block runs. Raises ExchangeError."""
+        if self._active:  # one has ended with an exception, and what follows it in the network did not run
+            self._active, self._last = [], None
         for slot in list(self._pending):
             self._take(slot)
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator
+from patchpar.comm.collectives import AxisComm, Communicator
 from patchpar.comm.transport import register_memory, unregister_memory
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
@@ -17,6 +17,22 @@ from patchpar.shard.weights.host_segment import HostSegment
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 
 KIND = "weights"  # of all gathers, in statistics
+
+
+def refuse_whole(mesh: AxisComm, kind: str, num_bytes: int) -> None:
+    """Raise PlanError, on all ranks of the axis, unless so many more bytes are free on the device of each.
+
+    They are of whole blocks of a network of the class `kind`. Collective. Raises ExchangeError.
+    """
+    device = mesh[0].transport.device
+    free = free_bytes(device)
+    if not every_rank_has(mesh, "memory for whole weights", free is None or num_bytes <= free):
+        have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+        raise PlanError(
+            f"the blocks of {kind} take {num_bytes / 2**30:.1f} GiB when they are whole, more than is free on a "
+            f"device ({device} has {have}): call methods that need whole weights on diffusers' own pipeline "
+            "before it is made parallel, load the model in a smaller dtype, or close the pipeline"
+        )
 
 
 class Transfer(Protocol):
@@ -72,14 +88,7 @@ class BlockStore(ABC):
         Collective, after `join`. Raises ExchangeError.
         """
         assert self.comm is not None, "join comes first"
-        free = free_bytes(self.device)
-        if not every_rank_has((self.comm, self.axis), "memory for whole weights", free is None or num_bytes <= free):
-            have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
-            raise PlanError(
-                f"the blocks of {kind} take {num_bytes / 2**30:.1f} GiB when they are whole, more than is free on a "
-                f"device ({self.device} has {have}): call methods that need whole weights on diffusers' own pipeline "
-                "before it is made parallel, load the model in a smaller dtype, or close the pipeline"
-            )
+        refuse_whole((self.comm, self.axis), kind, num_bytes)
 
     def rows(self, block: PackedBlock) -> int:
         """Return the bytes of all ranks' parts of a block, with what fills the last of them."""

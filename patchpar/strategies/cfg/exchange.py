@@ -156,6 +156,13 @@ class PredictionExchange:
         finally:
             self._messages, self._parcels, self._sent = [], [], []
 
+    def begin(self) -> None:
+        """Begin a pipeline call: wait as `settle`, and forget stamps of one that has failed. Raises ExchangeError."""
+        try:
+            self.settle()
+        finally:
+            self._deferred.clear()
+
     def audit(self) -> None:
         """Check the stamps of tensors on a GPU, which `check` has deferred. Raises ExchangeError."""
         deferred, self._deferred = self._deferred, []

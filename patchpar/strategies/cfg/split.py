@@ -128,7 +128,7 @@ class GuidanceSplit:
         """Begin a pipeline call."""
         if self.rounds is not None:
             self.rounds.reset()
-        self._post.settle()
+        self._post.begin()
         self._progress = GuidanceProgress()
 
     def finish(self) -> None:

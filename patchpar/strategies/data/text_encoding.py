@@ -1,8 +1,8 @@
 """Text encoding on axis `data`, equal to that of one call with all prompts.
 
 Many pipelines pad the texts of a call to the longest, and some give their denoisers the padding without a mask: the
-embedding of a prompt then depends on the others. So `encode_prompt` of our prompts is compared with that of all. Where
-only the number of prompts differs, and values by rounding, ours is used; otherwise our rows of the whole.
+embedding of a prompt then depends on the others. So `encode_prompt` is called for all of them too, and a rank takes its
+rows of that. Where it is not known which these are, it takes what it has encoded alone, if that is as long.
 """
 
 import inspect
@@ -20,8 +20,6 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.unsupported_model import in_one_line
 
 METHOD = "encode_prompt"  # of diffusers pipelines, and all methods whose names start so
-ROUNDING = 100
-"""Largest difference of a text that is encoded in another batch, in machine epsilons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +42,19 @@ class TextArguments:
         return value
 
     def among(self, own: Any, whole: Any, images: int = 1) -> Any:
-        """Return the encoding of our prompts: the one of them alone, or their rows of all. Raises PlanError.
+        """Return the encoding of our prompts: their rows of all, or that of them alone. Raises PlanError.
 
         `images`: the consecutive rows of each prompt; guidance branches may follow one another.
         """
-        return own if self._are_alike(own, whole, images) else self._ours(own, whole, images)
+        return self._ours(own, whole, images, alike=self._are_alike(own, whole))
 
-    def _are_alike(self, own: Any, whole: Any, images: int) -> bool:
-        """Return whether they differ only in the number of prompts and by rounding."""
+    def _are_alike(self, own: Any, whole: Any) -> bool:
+        """Return whether their shapes differ only in the number of prompts."""
         if isinstance(own, Tensor) and isinstance(whole, Tensor):
             batch = self._batch_dim(own, whole)
             own_shape, shape = ([size for dim, size in enumerate(x.shape) if dim != batch] for x in (own, whole))
-            ours = self._rows_of(own, whole, images)
-            return own_shape == shape and (ours is None or _is_rounding(own, ours))
-        pairs = zip(_items(own), self._items_of(own, whole), strict=True)
-        return all(self._are_alike(*pair, images) for pair in pairs)
+            return own_shape == shape
+        return all(self._are_alike(*pair) for pair in zip(_items(own), self._items_of(own, whole), strict=True))
 
     def _batch_dim(self, own: Any, whole: Tensor) -> int | None:
         """Return the dim that grows with the number of prompts; 0 if `own` is no tensor, such as no mask."""
@@ -73,20 +69,23 @@ class TextArguments:
         items = _items(whole)
         return items if len(items) == len(_items(own)) else items[self.rows(len(items))]  # one for each prompt
 
-    def _ours(self, own: Any, whole: Any, images: int) -> Any:
+    def _ours(self, own: Any, whole: Any, images: int, *, alike: bool) -> Any:
         if isinstance(whole, Tensor):
             rows = self._rows_of(own, whole, images)
-            if rows is None:
+            if rows is None and not alike:
                 raise PlanError(
                     "the length of an encoded text depends on the other prompts of the call, and which of the "
                     f"{whole.shape[self._batch_dim(own, whole) or 0]} rows belong to which of the {self.total} prompts "
                     "is unknown, so that data ranks would give other images: use data=1"
                 )
-            return rows
-        found = [self._ours(*pair, images) for pair in zip(_items(own), self._items_of(own, whole), strict=True)]
+            return own if rows is None else rows
+        pairs = zip(_items(own), self._items_of(own, whole), strict=True)
+        found = [self._ours(*pair, images, alike=alike) for pair in pairs]
         if isinstance(whole, Mapping):
             return type(whole)(**dict(zip(whole, found, strict=True)))
-        return type(whole)(found) if isinstance(whole, (list, tuple)) else whole
+        if isinstance(whole, (list, tuple)):
+            return type(whole)(*found) if hasattr(whole, "_fields") else type(whole)(found)
+        return own if alike else whole
 
     def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor | None:
         """Return our rows of all; None if they are unknown."""
@@ -146,13 +145,6 @@ def _are_the_same(own: Any, value: Any) -> bool:
 
 def _is_text(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and one == other
-
-
-def _is_rounding(own: Tensor, ours: Tensor) -> bool:
-    """Return whether values differ only by the rounding of another batch size."""
-    if own.shape != ours.shape or not own.is_floating_point():
-        return torch.equal(own, ours)
-    return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())
 
 
 def _items(value: Any) -> Sequence[Any]:
