@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels
-from patchpar.stream.media_file import open_media
+from patchpar.stream.media_file import open_media, upright
 from patchpar.stream.reference_image import load_reference_image
 
 Video = str | Path | IO[bytes] | Iterable[Any]
@@ -150,7 +150,7 @@ def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
                 while before is not None and due / fps < float(frame.time or 0) - first - 1e-6:
                     yield before
                     due += 1
-                before = frame.to_image()
+                before = upright(frame)
     except av.FFmpegError as error:
         raise PlanError(f"{name} cannot be read: {error.strerror}") from error
     if before is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from patchpar.cli.stream.images import ImageFrames
 from patchpar.errors import PlanError
 from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
@@ -172,6 +174,31 @@ def test_a_file_at_the_rate_of_the_model(tmp_path: Path) -> None:
             list(frames_from(video, 20, HEIGHT, WIDTH))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="it has no frames"):
         VideoSource(iter([]), frames_of)
+
+
+def test_frames_of_a_file_are_upright(tmp_path: Path) -> None:
+    """Telephones video as they are held, and say how to turn it: here the left half is white, and comes out on top."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        track: Any = container.add_stream("libx264", rate=Fraction(4))
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        values = np.zeros((48, 64, 3), np.uint8)
+        values[:, :32] = 255
+        container.mux(track.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(track.encode())
+    turned = quarter_turn(tmp_path / "a.mp4")
+    for frame in (next(frames_from(turned, 4, 64, 48)), np.asarray(next(iter(ImageFrames.of(turned, None))))):
+        assert tuple(frame.shape) == (64, 48, 3)
+        top, bottom = (np.asarray(frame)[rows].mean() for rows in (slice(0, 24), slice(40, 64)))
+        assert (round(top / 255), round(bottom / 255)) == (1, 0)
+
+
+def quarter_turn(path: Path) -> Path:
+    """Have an MP4 file say that it is shown a quarter turn clockwise (ISO 14496-12, 8.3.2)."""
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    return path
 
 
 def test_the_last_block_is_filled_up() -> None:

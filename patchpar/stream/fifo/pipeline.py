@@ -6,12 +6,15 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.devices import resolve_devices
+from patchpar.plan.scalars import plain
+from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.model import FifoRun
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.hub import local_folder
+from patchpar.stream.json_fields import number, text
 from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.model_index import HIGH_NOISE, read_index
 from patchpar.stream.plan import StreamPlan
@@ -20,6 +23,7 @@ from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, W
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 WAN, LTX = "WanTransformer3DModel", "LTXVideoTransformer3DModel"
+MOST_GUIDANCE = 1000.0
 
 
 class FifoSession(StreamSession):
@@ -115,6 +119,10 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
                     f"record={str(delivery.record)!r}: a FIFO stream cannot be recorded: run it again with the same "
                     "prompts and seed for the same frames"
                 )
+            if delivery.keep_alive:
+                raise PlanError("keep_alive=True: this stream takes no audio: leave it out")
+            text("negative_prompt", negative_prompt, LONGEST_PROMPT)
+            number("guidance_scale", plain(guidance_scale), 0, MOST_GUIDANCE)
             form = self._format(delivery.fps or config.fps, 1)
             limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
             run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
