@@ -52,13 +52,15 @@ class StreamLimits:
 
 
 class AudioSource(Protocol):
-    """The source of a stream's audio."""
+    """The source of a stream's audio; all of it is there, unless a source says otherwise."""
 
     def is_here(self, block: int) -> bool:
         """Whether all audio that block `block` needs is available."""
+        return True
 
     def seconds_until_silence(self, block: int) -> float | None:
         """How long a block waits for its audio until silence takes its place; None for ever."""
+        return None
 
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""

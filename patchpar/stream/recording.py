@@ -118,14 +118,6 @@ class RecordedAudio(AudioSource):
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
         self._blocks = blocks
 
-    def is_here(self, block: int) -> bool:
-        """True: all audio is recorded."""
-        return True
-
-    def seconds_until_silence(self, block: int) -> float | None:
-        """None: no silence takes the place of recorded audio."""
-        return None
-
     def is_over(self, block: int) -> bool:
         return block >= len(self._blocks)
 

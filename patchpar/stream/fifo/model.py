@@ -4,7 +4,7 @@ Shapes: B batch, C channels, F latent frames, H x W latent pixels, T text tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,18 +21,10 @@ from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, 
 from patchpar.stream.messages import StreamRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FifoRun(StreamRun):
-    """One run of a frame queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
-
-    negative: str = ""
-    guidance_scale: float = 1.0
-
-
 class FifoModel:
     """One stream on this rank. Without denoising `network` has no weights; without decoding `decoder` is None."""
 
-    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: FifoRun) -> None:
+    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: StreamRun) -> None:
         self.queue, self.first_frame = queue, run.first_block
         self._network, self._decoder, self._run = network, decoder, run
         self._prompt: Prompt | None = None
