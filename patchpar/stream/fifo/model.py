@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
-from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.conditions import PromptBlend
 from patchpar.stream.causal.decoder import as_pixels
@@ -41,14 +40,7 @@ class FifoModel:
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
-        if not isinstance(change, Prompt):
-            raise PlanError(f"{type(change).__name__}: only the prompt of this stream can change")
-        if change.transition in ("cut", "recache"):
-            raise PlanError(
-                f"transition={change.transition!r}: this stream has no window to clear: use 'switch' or 'blend'"
-            )
-        if self._guided and change.negative is None:
-            raise PlanError("guidance needs a negative prompt with each prompt; it may be empty")
+        assert isinstance(change, Prompt), "a FifoSession changes nothing else"
         if change.transition == "blend":
             now = self._prompt
             assert now is not None, "a stream begins with a prompt"

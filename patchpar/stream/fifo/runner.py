@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from patchpar.comm.device_links import DeviceLinks
-from patchpar.errors import PlanError
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.ltx import LtxFamily
@@ -52,8 +51,7 @@ class FifoRunner(StageRunner):
     @torch.no_grad()
     def _resolve(self, run: StreamRun, update: Update) -> Change:
         """Encode a prompt, and the negative prompt with guidance."""
-        if not isinstance(update, PromptUpdate):
-            raise PlanError(f"{type(update).__name__}: only the prompt of this stream can change")
+        assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
         text, negative = self._family.encode(
             self._pipe,
             update.text,
