@@ -151,6 +151,17 @@ class StreamDriver(RankDriver):
         self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
+    def start(self) -> None:
+        """Start the thread, and those that read videos."""
+        for source in self._frames.read_ahead:
+            source.begin(self.look)
+        super().start()
+
+    def _end(self, error: Exception | None = None) -> None:
+        super()._end(error)
+        for source in self._frames.read_ahead:
+            source.close()
+
     def prepare(self, changes: Iterable[tuple[int, Update]]) -> None:
         """Apply changes at their blocks, before `start`: any number of them, as a recording may have."""
         for block, update in changes:
