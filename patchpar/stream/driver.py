@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
 from patchpar.plan.scalars import is_whole, plain
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -49,24 +50,6 @@ class StreamLimits:
     credit: int
     blocks: int | None = None
     restarts: int = 1
-
-
-class AudioSource(Protocol):
-    """The source of a stream's audio; all of it is there, unless a source says otherwise."""
-
-    def is_here(self, block: int) -> bool:
-        """Whether all audio that block `block` needs is available."""
-        return True
-
-    def seconds_until_silence(self, block: int) -> float | None:
-        """How long a block waits for its audio until silence takes its place; None for ever."""
-        return None
-
-    def is_over(self, block: int) -> bool:
-        """Whether the audio ends before this block begins."""
-
-    def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

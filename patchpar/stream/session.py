@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.base_session import BaseSession
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
-from patchpar.stream.driver import AudioSource, OutputBlock, Run, StreamDriver, StreamLimits
+from patchpar.stream.driver import OutputBlock, Run, StreamDriver, StreamLimits
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update

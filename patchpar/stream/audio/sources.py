@@ -8,10 +8,9 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio.audio_file import read_audio
-from patchpar.stream.audio.inputs import AudioInputs
+from patchpar.stream.audio.inputs import AudioInputs, AudioSource
 from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.track import AudioTrack
-from patchpar.stream.driver import AudioSource
 
 Voice = tuple[Tensor, int] | str | Path
 Audio = Voice | list[Voice] | None

@@ -13,12 +13,13 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.sources import Audio, audio_source, check_voices
 from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import AudioSource, StreamLimits
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import low_noise_below
