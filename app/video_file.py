@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.stream.media_file import open_media
+from patchpar.stream.media_file import open_media, upright
 
 from .limits import check_size
 
@@ -81,7 +81,7 @@ class VideoFile:
                     if seconds * rate >= taken - 1e-6:
                         _check_frame(frame.width, frame.height)
                         taken = math.floor(seconds * rate + 1e-6) + 1
-                        yield _upright(frame)
+                        yield upright(frame)
         except av.FFmpegError as error:
             raise PlanError(f"the video ends early, after {taken} frames: {error.strerror}") from error
 
@@ -95,13 +95,6 @@ def _timed(container: Any) -> Iterator[tuple[float, Any]]:
         seconds = number * apart if frame.time is None else float(frame.time)
         first = seconds if first is None else first
         yield seconds - first, frame
-
-
-def _upright(frame: Any) -> Any:
-    """The frame as a PIL image, rotated as its metadata says."""
-    turned = getattr(frame, "rotation", 0)
-    image = frame.to_image()
-    return image.rotate(turned, expand=True) if turned else image
 
 
 def _check_frame(width: int, height: int) -> None:

@@ -68,7 +68,7 @@ def _frames(avatar: Avatar, talk: Talk, blocks: int, *, has_sink: bool) -> Itera
 def _take_sinks(states: Sequence[StepState]) -> None:
     """Not offered by the stream itself: nobody should want it."""
     for state in states:
-        state.now, state.memory._has_sink = replace(state.now, sink=None), False
+        state.now, state.memory.has_sink = replace(state.now, sink=None), False
 
 
 def rows(kept: Sequence[Colours], without: Sequence[Colours]) -> list[str]:

@@ -52,7 +52,9 @@ def _read(
     try:
         with Image.open(source, formats=formats) as image:
             check_pixels(*image.size, label, most_pixels)
-            return convert(ImageOps.exif_transpose(image))
+            found = convert(ImageOps.exif_transpose(image))
+            found.info.pop("exif", None)  # it may be broken, which who turns the image once more would find
+            return found
     except PlanError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours, is checked first

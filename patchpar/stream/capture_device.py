@@ -1,9 +1,9 @@
 """`CaptureDevice`: a microphone or a camera of this machine, through the input devices of FFmpeg in PyAV."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class CaptureDevice:
     form: str
     device: str
     name: str
-    options: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ends(self) -> bool:
@@ -82,7 +81,7 @@ class CaptureDevice:
         if not any(self.form in names.split(",") for names in av.formats_available):
             raise PlanError(f"this PyAV has no devices of the kind {self.form}")
         try:
-            container: Any = av.open(self.device, format=self.form, options=dict(self.options))
+            container: Any = av.open(self.device, format=self.form)
         except (av.FFmpegError, OSError) as error:
             raise PlanError(f"{self}: {error.strerror}") from error
         try:

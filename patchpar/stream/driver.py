@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
 from patchpar.plan.scalars import is_whole, plain
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -49,22 +50,6 @@ class StreamLimits:
     credit: int
     blocks: int | None = None
     restarts: int = 1
-
-
-class AudioSource(Protocol):
-    """The source of a stream's audio."""
-
-    def is_here(self, block: int) -> bool:
-        """Whether all audio that block `block` needs is available."""
-
-    def seconds_until_silence(self, block: int) -> float | None:
-        """How long a block waits for its audio until silence takes its place; None for ever."""
-
-    def is_over(self, block: int) -> bool:
-        """Whether the audio ends before this block begins."""
-
-    def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +133,17 @@ class StreamDriver(RankDriver):
         self._source_error: Exception | None = None
         self._restarts = Restarts(limits.restarts)
         self.figures: tuple[StageStats, ...] = ()
+
+    def start(self) -> None:
+        """Start the thread, and those that read videos."""
+        for source in self._frames.read_ahead:
+            source.begin(self.look)
+        super().start()
+
+    def _end(self, error: Exception | None = None) -> None:
+        super()._end(error)
+        for source in self._frames.read_ahead:
+            source.close()
 
     def prepare(self, changes: Iterable[tuple[int, Update]]) -> None:
         """Apply changes at their blocks, before `start`: any number of them, as a recording may have."""

@@ -27,9 +27,9 @@ TRANSITIONS: tuple[str, ...] = get_args(Transition)
 def check_transition(transition: str, over: int) -> None:
     """Raise PlanError for an unknown transition, or a number of blocks `over` that does not go with it."""
     if transition not in TRANSITIONS:
-        raise PlanError(f"transition={transition!r}: use one of {', '.join(TRANSITIONS)}")
+        raise PlanError(f"transition={transition!r:.80}: use one of {', '.join(TRANSITIONS)}")
     if not is_whole(over, 0, MOST_FRAMES):
-        raise PlanError(f"over={over!r}: it must be a whole number of blocks from 0 to {MOST_FRAMES}")
+        raise PlanError(f"over={over!r:.80}: it must be a whole number of blocks from 0 to {MOST_FRAMES}")
     if (transition == "blend") != (over > 0):
         raise PlanError(
             f"transition={transition!r} with over={over}: use over=1 or more with 'blend', and over=0 otherwise"
@@ -80,9 +80,9 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if self.name not in PARAMETERS:
-            raise PlanError(f"parameter {self.name!r} is unknown: use one of {', '.join(PARAMETERS)}")
+            raise PlanError(f"parameter {self.name!r:.80} is unknown: use one of {', '.join(PARAMETERS)}")
         if not is_number(self.value, -MAX_VALUE, MAX_VALUE):
-            raise PlanError(f"{self.name}={self.value!r}: it must be a number from {-MAX_VALUE:g} to {MAX_VALUE:g}")
+            raise PlanError(f"{self.name}={self.value!r:.80}: it must be a number from {-MAX_VALUE:g} to {MAX_VALUE:g}")
 
 
 Change = Prompt | Reference | Parameter

@@ -21,10 +21,9 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -33,11 +32,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.causal_options import MOST_FRAMES
-from patchpar.stream.config import LONGEST_PROMPT, StreamConfig
+from patchpar.stream.config import StreamConfig
 from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Prompt, Reference
-from patchpar.stream.json_fields import number, text, whole
+from patchpar.stream.json_fields import whole
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
 
 FORMAT = 1
@@ -50,6 +48,8 @@ MOST_BYTES = 2**28
 UPDATES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Prompt, Reference)
 }
+OPTIONAL = ("video", "masks", "negative")
+"""Fields of changes that are a tensor, or None."""
 log = logging.getLogger(__name__)
 
 
@@ -168,28 +168,13 @@ def as_words(update: Update) -> dict[str, Any]:
 def as_update(words: Any) -> Update:
     """Restore a change from the JSON object of `as_words`. Raises PlanError, KeyError, TypeError, ValueError."""
     kind = UPDATES[words["kind"]]
-    given = {name: value for name, value in words.items() if name != "kind"}
-    values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+    values = {name: unpacked(x) if isinstance(x, Mapping) else x for name, x in words.items() if name != "kind"}
+    needed = ("image", "latents", "text") if kind is Prompt else ("image", "latents")
     for name, value in values.items():
-        _KINDS[name](name, value)
-    return kind(**values)
-
-
-def _tensor(name: str, value: Any, *, is_needed: bool = True) -> None:
-    if not isinstance(value, Tensor) and (is_needed or value is not None):
-        raise PlanError(f"{name}={value!r:.80}: it must be a tensor")
-
-
-_KINDS: dict[str, Callable[[str, Any], Any]] = {
-    "text": lambda name, value: isinstance(value, Tensor) or text(name, value, LONGEST_PROMPT),
-    "transition": partial(text, most=16),
-    "over": partial(whole, least=0, most=MOST_FRAMES),
-    "name": partial(text, most=64),
-    "value": partial(number, least=-1e6, most=1e6),
-    **dict.fromkeys(("image", "latents"), _tensor),
-    **dict.fromkeys(("video", "masks", "negative"), partial(_tensor, is_needed=False)),
-}
-"""Validation of each field of a change."""
+        is_tensor = isinstance(value, Tensor) or (name in OPTIONAL and value is None)
+        if not is_tensor and name in (*needed, *OPTIONAL):
+            raise PlanError(f"{name}={value!r:.80}: it must be a tensor")
+    return kind(**values)  # which checks the rest
 
 
 def _packed(x: Tensor) -> dict[str, Any]:

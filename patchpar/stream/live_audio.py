@@ -14,7 +14,7 @@ from patchpar.stream.session import StreamSession
 AHEAD_SECONDS = 2.0
 """Seconds of audio that may wait for their blocks; a pipe that is faster is read no further until then."""
 QUIET_SECONDS = 1.0
-"""Seconds without audio that are worth a note."""
+"""Seconds without audio, or images, that are worth a note."""
 LOOK_SECONDS = 0.02
 
 
@@ -54,10 +54,11 @@ class LiveAudio:
             return f"{self._error}; the stream {'ends there' if self._source.ends else 'goes on with silence'}"
         if self._has_ended:
             return "" if self._source.ends else f"{self._source.name} has stopped; the stream goes on with silence"
+        meanwhile = "there is silence" if self._session.is_kept_alive else "the stream waits"
         if self._received_at is None:
-            return f"no audio from {self._source.name} yet; there is silence until then"
+            return f"no audio from {self._source.name} yet; {meanwhile} until then"
         if time.monotonic() > self._received_at + QUIET_SECONDS:
-            return f"no audio from {self._source.name} any more; there is silence until it goes on"
+            return f"no audio from {self._source.name} any more; {meanwhile} until it goes on"
         return ""
 
     def _run(self) -> None:

@@ -3,18 +3,16 @@
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from PIL import Image
 
 from patchpar.errors import PatchparError
-from patchpar.stream.live_audio import as_patchpar_error
+from patchpar.stream.live_audio import LOOK_SECONDS, QUIET_SECONDS, as_patchpar_error
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
 
-QUIET_SECONDS = 1.0
-"""Seconds without an image that are worth a note."""
-LOOK_SECONDS = 0.02
 GREY = (128, 128, 128)
 """The frames of a video before the first image."""
 
@@ -31,12 +29,15 @@ class LiveImageInput(Protocol):
 
 
 class Camera:
-    """Keeps the newest image of `source`, which a thread reads. A source that fails does not end the stream."""
+    """Keeps the newest image of `source`, which a thread reads. A source that fails does not end the stream.
+
+    `newest`: the number of the newest image, from 1 on, and the image; (0, None) before the first.
+    """
 
     def __init__(self, source: LiveImageInput) -> None:
         self._source = source
         self._error: PatchparError | None = None
-        self._newest: tuple[int, Any] = (0, None)
+        self.newest: tuple[int, Any] = (0, None)
         self._received_at: float | None = None
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="patchpar-camera", daemon=True)
@@ -46,14 +47,9 @@ class Camera:
         self._thread.start()
 
     @property
-    def newest(self) -> tuple[int, Any]:
-        """The number of the newest image, from 1 on, and the image; (0, None) before the first."""
-        return self._newest
-
-    @property
     def note(self) -> str:
         """What is wrong with the source, as a sentence; empty if nothing is."""
-        last = "its last image stays" if self._newest[0] else "the stream has no image of it"
+        last = "its last image stays" if self.newest[0] else "the stream has no image of it"
         if self._error is not None:
             return f"{self._error}; {last}"
         if self._has_ended:
@@ -72,19 +68,19 @@ class Camera:
         seen = 0
         while not is_over.is_set():
             begin = time.monotonic()
-            while self._newest[0] == seen and not is_over.wait(LOOK_SECONDS):
+            while self.newest[0] == seen and not is_over.wait(LOOK_SECONDS):
                 if self._error is not None and not seen:
                     raise self._error
                 if seen and time.monotonic() > begin + QUIET_SECONDS:
                     break
-            seen, image = self._newest
+            seen, image = self.newest
             if seen and not is_over.is_set():
                 yield image
 
     def _run(self) -> None:
         try:
             for image in self._source.images():
-                self._newest = (self._newest[0] + 1, image)
+                self.newest = (self.newest[0] + 1, image)
                 self._received_at = time.monotonic()
             self._has_ended = True
         except Exception as error:  # noqa: BLE001  of a device
@@ -99,7 +95,7 @@ class LiveFrames:
 
     def __init__(self, camera: Camera, session: StreamSession, fps: float, height: int, width: int) -> None:
         self._camera, self._session, self._period = camera, session, 1 / fps
-        self._height, self._width = height, width
+        self._size, self._fitted = (width, height), partial(load_reference_image, height=height, width=width)
         self._thread = threading.Thread(target=self._run, name="patchpar-frames", daemon=True)
 
     def start(self) -> None:
@@ -107,7 +103,7 @@ class LiveFrames:
         self._thread.start()
 
     def _run(self) -> None:
-        seen, frame = 0, self._fitted(Image.new("RGB", (self._width, self._height), GREY))
+        seen, frame = 0, self._fitted(Image.new("RGB", self._size, GREY))
         due = time.monotonic()
         while not self._session.is_over:
             number, image = self._camera.newest
@@ -119,6 +115,3 @@ class LiveFrames:
                 return
             due = max(due + self._period, time.monotonic() - self._period)  # what was missed is not made up
             time.sleep(max(0.0, due - time.monotonic()))
-
-    def _fitted(self, image: Any) -> Any:
-        return load_reference_image(image, self._height, self._width)

@@ -17,3 +17,9 @@ def open_media(source: Path | IO[bytes]) -> Any:
 
     file = str(source) if isinstance(source, Path) else source
     return av.open(file, options={"format_whitelist": ",".join(FORMATS)})
+
+
+def upright(frame: Any) -> Any:
+    """Return a PyAV video frame as a PIL image, turned as its file says: telephones video as they are held."""
+    image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image

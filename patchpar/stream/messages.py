@@ -111,6 +111,7 @@ class StreamRun:
     which stages keep their state. `settles`: blocks after which a stream can go on so; None if it cannot. `lost`: what
     was lost in a run that is repeated. `strength`: the first noise level, 0 to 1, if it is not that of the model.
     `has_pose`: blocks come with frames of a pose video. `speakers`: voices, each with a part of the image.
+    `negative`, `guidance_scale`: of a FIFO stream, its negative prompt and scale; 1 for no guidance.
     """
 
     ranks: int
@@ -126,6 +127,8 @@ class StreamRun:
     strength: float | None = None
     has_pose: bool = False
     speakers: int = 1
+    negative: str = ""
+    guidance_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 """The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""
+LTX = "LTXVideoTransformer3DModel"
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -22,6 +23,12 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise PlanError(f"{folder} has no model_index.json: give the folder of a WanPipeline")
     return read_object(file)
+
+
+def transformer_class(folder: Path) -> str:
+    """Return the name of the transformer's class; empty if there is none. Raises PlanError."""
+    part = read_index(folder).get(HIGH_NOISE)
+    return str(part[-1]) if isinstance(part, list) and part else ""
 
 
 def low_noise_below(folder: Path) -> float | None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 
 
-def check_output(output: str, lead: int = 1, restarts: int = 0) -> None:
+def check_output(output: str, lead: int, restarts: int) -> None:
     """Raise PlanError for an unknown policy, `lead` below 1 output, or `restarts` below 0."""
     if output not in get_args(Output):
         raise PlanError(f"output={output!r}: use one of {', '.join(get_args(Output))}")
@@ -31,11 +31,10 @@ class OutputQueue(Generic[T]):
     """A queue used under its owner's lock. `lost` is called for each item that is dropped.
 
     `output`: "block" keeps all; "drop_oldest" keeps the newest `room`; "skip_to_live" keeps as many, and `take` returns
-    the newest only. Raises PlanError.
+    the newest only.
     """
 
     def __init__(self, output: Output, room: int, lost: Callable[[], object]) -> None:
-        check_output(output)
         self._output, self._room, self._lost = output, room, lost
         self._ready: deque[T] = deque()
         self.dropped = 0

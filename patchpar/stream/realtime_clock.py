@@ -12,10 +12,6 @@ class RealtimeClock:
     """
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Have the next chunk set the clock, as the first one does."""
         self._first: float | None = None  # time at which pts=0 was due at first
         self._start = self._pts = 0.0  # the same now, and the last timestamp
         self._dropped = 0

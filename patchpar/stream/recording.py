@@ -10,9 +10,9 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.driver import AudioSource
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.messages import LostStage, ReferenceUpdate, StreamRun, Update
@@ -113,18 +113,10 @@ class StreamRecording:
 
 
 class RecordedAudio(AudioSource):
-    """The recorded audio, as a driver.AudioSource."""
+    """The recorded audio, as an AudioSource."""
 
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
         self._blocks = blocks
-
-    def is_here(self, block: int) -> bool:
-        """True: all audio is recorded."""
-        return True
-
-    def seconds_until_silence(self, block: int) -> float | None:
-        """None: no silence takes the place of recorded audio."""
-        return None
 
     def is_over(self, block: int) -> bool:
         return block >= len(self._blocks)

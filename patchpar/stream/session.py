@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.base_session import BaseSession
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
-from patchpar.stream.driver import AudioSource, OutputBlock, Run, StreamDriver, StreamLimits
+from patchpar.stream.driver import OutputBlock, Run, StreamDriver, StreamLimits
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
@@ -99,14 +100,15 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     def _wait_until_due(self, chunk: Chunk) -> None:
         """Sleep until a chunk is due; warn at the beginning of an outage."""
-        now, before = time.monotonic(), self._clock.behind
-        due = self._clock.due(chunk.pts, now, self.dropped)
-        if self._delivery.output == "block" and self._clock.behind >= NOTED_SECONDS > before:
+        clock = self._clock  # `resume`, in another thread, may begin another one
+        now, before = time.monotonic(), clock.behind
+        due = clock.due(chunk.pts, now, self.dropped)
+        if self._delivery.output == "block" and clock.behind >= NOTED_SECONDS > before:
             log.warning(
                 "block %d is %.1f s late; those after it follow at %g times their speed until that is made up: to go "
                 "on live at once, use output='skip_to_live'",
                 chunk.block,
-                self._clock.behind,
+                clock.behind,
                 CATCH_UP,
             )
         self._sleep(due - now)
@@ -129,6 +131,11 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         with self._changed:
             track.push(torch.as_tensor(samples), rate)
             return self._effect(self._driver.look())
+
+    @property
+    def is_kept_alive(self) -> bool:
+        """Whether silence takes the place of live audio that comes late; otherwise the stream waits for it."""
+        return isinstance(self._source, AudioTrack) and self._source.is_kept_alive
 
     @property
     def audio_ahead(self) -> float:
@@ -164,7 +171,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     def resume(self) -> Effect:
         """Continue after `pause`; the next chunk is on time."""
-        self._clock.restart()
+        self._clock = RealtimeClock()
         return super().resume()
 
     def end_audio(self) -> Effect:

@@ -56,11 +56,17 @@ def speech_parts(
     absent = sorted({HEARD, FIRST, POSE} - weights.keys())
     if absent:
         raise UnsupportedModel(f"these weights are not those of Wan-S2V: missing: {', '.join(absent)}")
+    for name in (FIRST, POSE):
+        if weights[name].dim() < 2:
+            raise UnsupportedModel(f"{name} has the shape {tuple(weights[name].shape)}, which is not that of Wan-S2V")
+    after = facts.get("audio_inject_layers", list(AFTER))
+    if not isinstance(after, list):
+        raise UnsupportedModel(f"{checkpoint / 'config.json'}: audio_inject_layers={after!r:.40}: it must be a list")
     dim = net.num_attention_heads * net.attention_head_dim
     config = SpeechConfig(
         dim=dim,
         heads=net.num_attention_heads,
-        after=tuple(facts.get("audio_inject_layers", AFTER)),
+        after=tuple(after),
         layers=weights[HEARD].numel(),
         features=weights[FIRST].shape[-2],
         tokens=max(1, len(weights[FIRST]) // (dim // 4)),

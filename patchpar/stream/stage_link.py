@@ -90,13 +90,10 @@ class OutgoingMessages:
     def add(self, *of_block: Work[Messages]) -> None:
         """Add the sends of a block; waits for the oldest if there are too many. Raises ExchangeError."""
         self._held.append(of_block)
-        self._wait(HELD)
+        self.settle(HELD)
 
-    def settle(self) -> None:
-        """Wait until all sends are complete. Raises ExchangeError."""
-        self._wait(0)
-
-    def _wait(self, left: int) -> None:
+    def settle(self, left: int = 0) -> None:
+        """Wait until the sends of all blocks but `left` are complete. Raises ExchangeError."""
         while len(self._held) > left:
             for message in self._held.popleft():
                 message.wait()

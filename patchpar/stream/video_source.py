@@ -1,6 +1,7 @@
 """Frames of a video that a stream starts from, block by block: cropped, scaled, and at the model's rate."""
 
 import io
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels
-from patchpar.stream.media_file import open_media
+from patchpar.stream.media_file import open_media, upright
 from patchpar.stream.reference_image import load_reference_image
 
 Video = str | Path | IO[bytes] | Iterable[Any]
@@ -22,33 +23,61 @@ Video = str | Path | IO[bytes] | Iterable[Any]
 class VideoSource:
     """The frames of a video, [height, width, 3] in uint8 each. `frames_of`: how many a block takes, see StreamFormat.
 
-    The last block is filled up with the last frame.
+    They are read ahead, up to two blocks, in a thread: a video that stalls holds up the blocks that need it only. The
+    last block is filled up with the last frame. Raises PlanError for a video without frames.
     """
 
     def __init__(self, frames: Iterator[Tensor], frames_of: Callable[[int], int]) -> None:
-        self._frames, self._frames_of = frames, frames_of
-        self._next: Tensor | None = next(frames, None)
-        if self._next is None:
+        first = next(frames, None)
+        if first is None:
             raise PlanError("video=: it has no frames")
+        self._frames, self._frames_of, self._waiting = frames, frames_of, deque([first])
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._error: Exception | None = None
+
+    def begin(self, arrived: Callable[[], object]) -> None:
+        """Begin to read. `arrived`: called in the thread after each frame, and at the end."""
+        threading.Thread(target=self._read, args=(arrived,), name="patchpar-video", daemon=True).start()
+
+    def close(self) -> None:
+        """Read no further. Idempotent."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
     def is_here(self, block: int) -> bool:
-        """Whether a block can begin: always, since a video is read when its frames are needed."""
-        return True
+        """Whether all frames of this block have been read, or no more come."""
+        return self._is_over or len(self._waiting) >= self._frames_of(block)
 
     def is_over(self, block: int) -> bool:
         """Whether the video ends before this block, which has to be the next one."""
-        return self._next is None
+        return self._is_over and not self._waiting and self._error is None
 
     def take(self, block: int) -> Tensor:
-        """Return the frames [F, height, width, 3] of a block, in uint8. Raises PlanError for a video that is broken."""
-        taken = list[Tensor]()
-        while len(taken) < self._frames_of(block):
-            if self._next is None:
-                taken.append(taken[-1])
-                continue
-            taken.append(self._next)
-            self._next = next(self._frames, None)
-        return torch.stack(taken)
+        """Return the frames [F, height, width, 3] of a block, in uint8. Raises what reading has raised before them."""
+        count = self._frames_of(block)
+        with self._changed:
+            taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+            self._changed.notify_all()
+        if len(taken) < count and self._error is not None:
+            raise self._error
+        return torch.stack(taken + taken[-1:] * (count - len(taken)))
+
+    def _read(self, arrived: Callable[[], object]) -> None:
+        most = 2 * self._frames_of(1)  # the first block is no larger than the others
+        try:
+            for frame in self._frames:
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._waiting) < most or self._is_over)
+                    if self._is_over:
+                        return
+                    self._waiting.append(frame)
+                arrived()
+        except Exception as error:  # noqa: BLE001  of the caller's own images; `take` raises it
+            self._error = error
+        self._is_over = True
+        arrived()
 
 
 class LiveVideo:
@@ -89,7 +118,12 @@ class FrameSources:
 
     def is_here(self, block: int) -> bool:
         """Whether a block can begin as far as its frames go."""
-        return self.video is None or self.video.is_here(block)
+        return all(source.is_here(block) for source in (self.video, self.pose) if source is not None)
+
+    @property
+    def read_ahead(self) -> list[VideoSource]:
+        """Those that are read in threads of their own."""
+        return [source for source in (self.video, self.pose) if isinstance(source, VideoSource)]
 
     def take(self, block: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the frames [F, height, width, 3] of a block in uint8, of the video and of poses. Raises PlanError."""
@@ -150,7 +184,7 @@ def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
                 while before is not None and due / fps < float(frame.time or 0) - first - 1e-6:
                     yield before
                     due += 1
-                before = frame.to_image()
+                before = upright(frame)
     except av.FFmpegError as error:
         raise PlanError(f"{name} cannot be read: {error.strerror}") from error
     if before is not None:

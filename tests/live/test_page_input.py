@@ -120,15 +120,15 @@ def test_images_of_one_page_at_a_time(served: Inputs) -> None:
         with opened(screen, "/camera") as other:
             assert "the camera of the page is in use by another page" in refusal(other)
         one.send(b"no image")
-        assert refusal(one) == "that is no image in JPEG, PNG or WebP"
+        assert refusal(one) == "the image cannot be read as an image: use JPEG, PNG, WEBP"
     until(lambda: camera._sender is None, "that it is free")
-    with pytest.raises(PlanError, match="an image of 5000 x 1 pixels: a side has at most 4096"):
-        image_of(jpeg("red", (5000, 1)))
+    with pytest.raises(PlanError, match="the image has 4097 x 4096 pixels: at most 17 million are taken"):
+        image_of(jpeg("red", (4097, 4096)))
 
 
 def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:
     """A PNG of 60,000 x 60,000 pixels, of which Pillow raises an error of its own; and EXIF that is none."""
-    with pytest.raises(PlanError, match="an image of too many pixels: a side has at most 4096"):
+    with pytest.raises(PlanError, match="the image has too many pixels: at most 17 million are taken"):
         image_of(huge_png(tmp_path / "huge.png", 60_000).read_bytes())
     good = jpeg("red")
     exif = b"Exif\0\0no TIFF at all"

@@ -16,12 +16,13 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
-from patchpar.stream.events import Change, Parameter, Prompt
-from patchpar.stream.fifo.model import FifoModel, FifoRun
+from patchpar.stream.events import Change, Prompt
+from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
 from patchpar.stream.fifo.wan import WanFrames
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
 from patchpar.stream.stage_link import BlockSignal
@@ -41,9 +42,9 @@ GENERATING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
-def run(**other: Any) -> FifoRun:
+def run(**other: Any) -> StreamRun:
     size = {"rows": ROWS, "columns": COLUMNS}
-    return FifoRun(**{"ranks": 1, "seed": SEED, "first_block": 0, "adapt_sink": False, **size, **other})
+    return StreamRun(**{"ranks": 1, "seed": SEED, "first_block": 0, "adapt_sink": False, **size, **other})
 
 
 def model(queue: FifoOptions = QUEUE, **other: Any) -> FifoModel:
@@ -308,12 +309,6 @@ def test_what_cannot_be() -> None:
         FifoStage(stream, StreamPlan.even(4, 8, decode="last"), 0, None, around)
     with pytest.raises(PlanError, match="no communicator to the others"):
         FifoStage(stream, PLANS[1], 0, None, around)
-    with pytest.raises(PlanError, match="no window to clear"):
-        stream.apply(Prompt(text=text(0), transition="cut"))
-    with pytest.raises(PlanError, match="only the prompt"):
-        stream.apply(Parameter(name="audio_scale", value=1.0))
-    with pytest.raises(PlanError, match="needs a negative prompt"):
-        model(guidance_scale=2.0).apply(Prompt(text=text(0)))
     stream.apply(START)
     with pytest.raises(PlanError, match="cannot be blended"):
         stream.apply(Prompt(text=text(1)[:, :2], transition="blend", over=1))

@@ -22,10 +22,10 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx import LtxFamily, LtxFrames
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.model import FifoModel, FifoRun
-from patchpar.stream.fifo.network import PromptToEncode
+from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
+from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
 from patchpar.stream.worker_group import WorkerGroup
@@ -76,7 +76,7 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
     )[0]
     family = LtxFamily()
     network = family.network(pipe.transformer, family.facts(folder), FPS)
-    cut, nothing = family.encode(pipe, PromptToEncode(text="a fox", negative=None, tokens=TOKENS), CPU)
+    cut, nothing = family.encode(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
     assert cut.shape[1] == int(mask.sum()) < text.shape[1]
     assert nothing is None
     found = network.predict(x, [0.6] * 4, cut)
@@ -116,9 +116,9 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
         outcome.append((finished.latents[0], finished.frames))
 
     with BUILDING:
-        text, negative = LtxFamily().encode(pipe, PromptToEncode(text="a fox", negative="a hen", tokens=TOKENS), CPU)
+        text, negative = LtxFamily().encode(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
         size = {"rows": SIDE, "columns": SIDE, "first_block": 0}
-        run = FifoRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
+        run = StreamRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
         model = FifoModel(network, LtxDecoder(pipe.vae), QUEUE, run)
     script = Script({0: (Prompt(text=text, negative=negative),)}, blocks=blocks, hears=False)

@@ -110,6 +110,13 @@ def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_pat
         alone.stream("a fox", seed=-1)
     with pytest.raises(PlanError, match="cannot be recorded"):
         alone.stream("a fox", delivery=StreamDelivery(record=tmp_path / "journal.jsonl"))
+    with pytest.raises(PlanError, match="keep_alive=True: this stream takes no audio: leave it out"):
+        alone.stream("a fox", delivery=StreamDelivery(keep_alive=True))
+    for scale in (float("nan"), "5", True):  # which is no guidance, silently, to a comparison with 1
+        with pytest.raises(PlanError, match=f"guidance_scale={scale!r}: it must be a number from 0 to 1000"):
+            alone.stream("a fox", guidance_scale=scale)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="negative_prompt=None: it must be a text"):
+        alone.stream("a fox", negative_prompt=None)  # type: ignore[arg-type]
     folder = tmp_path / "two"
     shutil.copytree(face_folder, folder)
     index = json.loads((folder / "model_index.json").read_text())

@@ -109,7 +109,10 @@ def test_a_microphone_that_stops_does_not_end_the_stream(error: str, note: str) 
         assert stream.status == "running"
 
 
-def test_a_microphone_that_is_silent_is_noted() -> None:
+@pytest.mark.parametrize("is_kept_alive", [True, False])
+def test_a_microphone_that_is_silent_is_noted(is_kept_alive: bool) -> None:
+    """And what the stream does meanwhile: without keep-alive there is no silence, it waits."""
+    until_then = "there is silence" if is_kept_alive else "the stream waits"
     speak, stop = threading.Event(), threading.Event()
 
     def pieces() -> Iterator[Tensor]:
@@ -117,13 +120,14 @@ def test_a_microphone_that_is_silent_is_noted() -> None:
         yield torch.zeros(PIECE)
         assert stop.wait(20)
 
-    with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+    track = AudioTrack(AUDIO, FRAMES, KeepAlive() if is_kept_alive else None)
+    with session(Ranks(), blocks=None, track=track).begin() as stream:
         live = LiveAudio(Source(pieces()), stream)
         live.start()
-        assert live.note == "no audio from the microphone yet; there is silence until then"
+        assert live.note == f"no audio from the microphone yet; {until_then} until then"
         speak.set()
         until(lambda: live.note == "")
-        until(lambda: live.note == "no audio from the microphone any more; there is silence until it goes on")
+        until(lambda: live.note == f"no audio from the microphone any more; {until_then} until it goes on")
         stop.set()
 
 

@@ -134,6 +134,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         f"half a LoRA: {LAYER}",
     ),
     "more": (lambda w: {**w, f"{LAYER}.lora_magnitude_vector": torch.ones(24)}, "what is no LoRA: .*magnitude_vector"),
+    "no number": (
+        lambda w: {**w, f"{LAYER}.alpha": torch.tensor(float("nan"))},
+        rf"what is no LoRA: {LAYER}\.alpha",
+    ),
     "nothing": (lambda w: {"a.alpha": torch.ones(1)}, "half a LoRA: a"),
 }
 

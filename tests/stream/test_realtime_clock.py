@@ -46,11 +46,3 @@ def test_after_an_outage_a_stream_that_drops_is_live_at_once() -> None:
     assert clock.behind == pytest.approx(0.1)
     assert clock.due(4.6, 14.3, 20) == pytest.approx(14.6), "never earlier than the first chunk's clock"
     assert clock.behind == 0.0
-
-
-def test_after_a_pause_the_next_chunk_sets_the_clock() -> None:
-    clock = RealtimeClock()
-    clock.due(0.0, 10.0, 0)
-    clock.restart()
-    assert clock.due(0.2, 60.0, 0) == 60.0
-    assert clock.behind == 0.0

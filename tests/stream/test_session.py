@@ -644,6 +644,20 @@ def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCa
     assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
 
 
+def test_a_stream_may_go_on_while_it_is_decided_when_a_chunk_is_due() -> None:
+    """By another thread, as a server has for controls: the chunk keeps the clock that it began with."""
+    with session(Ranks(), blocks=None, pace="realtime").begin() as stream:
+
+        class Pts(float):
+            def __sub__(self, other: float) -> float:
+                stream.resume()
+                return float(self) - other
+
+        next(stream)
+        stream._wait_until_due(replace(next(stream), pts=Pts(0.1)))
+        assert next(stream).block == 2
+
+
 @pytest.mark.parametrize(("output", "is_whole"), [("block", True), ("skip_to_live", False)])
 def test_audio_that_is_sent_ahead_is_played_whole(output: str, is_whole: bool) -> None:
     """By ranks that are faster than time, unless chunks may be dropped, which is for those that are slower."""

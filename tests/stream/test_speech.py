@@ -338,9 +338,11 @@ def test_its_schedule_is_that_of_the_released_code() -> None:
         ({"cond_encoder.bias": torch.ones(5)}, {}, UnsupportedModel, r"of another shape: cond_encoder\.bias"),
         ({"frame_packer.proj.bias": None}, {}, UnsupportedModel, r"missing: frame_packer\.proj\.bias"),
         ({"cond_encoder.weight": None}, {}, UnsupportedModel, r"not those of Wan-S2V: missing: cond_encoder\.weight"),
+        ({"cond_encoder.weight": torch.ones(5)}, {}, UnsupportedModel, r"cond_encoder\.weight has the shape \(5,\)"),
+        ({}, {"audio_inject_layers": 5}, UnsupportedModel, r"audio_inject_layers=5: it must be a list"),
         ({}, {"adain_mode": "other"}, UnsupportedModel, r"adain_mode='other': only models with adain_mode='attn_norm'"),
     ],
-    ids=["unknown", "too many", "shape", "missing", "no pose", "another mode"],
+    ids=["unknown", "too many", "shape", "missing", "no pose", "flat pose", "no layers", "another mode"],
 )
 def test_what_does_not_fit_is_refused_by_name(
     changed: dict[str, Any],

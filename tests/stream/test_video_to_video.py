@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
+import threading
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from patchpar.cli.stream.images import ImageFrames
 from patchpar.errors import PlanError
 from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
@@ -26,6 +30,7 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
 from tests.stream.running import Script, differing, pipelined, serial
+from tests.stream.test_live_inputs import until
 from tests.stream.test_session import COURSE, FORMAT, Ranks
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, speech, stream, vae, write_folder
 
@@ -174,23 +179,71 @@ def test_a_file_at_the_rate_of_the_model(tmp_path: Path) -> None:
         VideoSource(iter([]), frames_of)
 
 
+def test_frames_of_a_file_are_upright(tmp_path: Path) -> None:
+    """Telephones video as they are held, and say how to turn it: here the left half is white, and comes out on top."""
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        track: Any = container.add_stream("libx264", rate=Fraction(4))
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        values = np.zeros((48, 64, 3), np.uint8)
+        values[:, :32] = 255
+        container.mux(track.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(track.encode())
+    turned = quarter_turn(tmp_path / "a.mp4")
+    for frame in (next(frames_from(turned, 4, 64, 48)), np.asarray(next(iter(ImageFrames.of(turned, None))))):
+        assert tuple(frame.shape) == (64, 48, 3)
+        top, bottom = (np.asarray(frame)[rows].mean() for rows in (slice(0, 24), slice(40, 64)))
+        assert (round(top / 255), round(bottom / 255)) == (1, 0)
+
+
+def quarter_turn(path: Path) -> Path:
+    """Have an MP4 file say that it is shown a quarter turn clockwise (ISO 14496-12, 8.3.2)."""
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    return path
+
+
 def test_the_last_block_is_filled_up() -> None:
     def seven() -> Iterator[Tensor]:
         for number in range(7):
             yield torch.full((2, 2, 3), number, dtype=torch.uint8)
 
     source = VideoSource(seven(), frames_of)
+    source.begin(lambda: None)
+    until(lambda: source.is_here(0))
     assert [int(frame[0, 0, 0]) for frame in source.take(0)] == [0, 1, 2]
     assert not source.is_over(1)
+    until(lambda: source.is_here(1))
     assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 6]
-    assert source.is_over(2)
+    until(lambda: source.is_over(2))
+
+
+def test_a_video_is_read_two_blocks_ahead_and_no_further() -> None:
+    read = list[int]()
+
+    def endless() -> Iterator[Tensor]:
+        while True:
+            read.append(len(read))
+            yield torch.zeros(2, 2, 3, dtype=torch.uint8)
+
+    source = VideoSource(endless(), frames_of)
+    source.begin(lambda: None)
+    for block in range(5):
+        until(lambda block=block: source.is_here(block))  # type: ignore[misc]
+        source.take(block)
+    until(lambda: len(read) >= first_frame(5) + 2 * frames_of(1))
+    time.sleep(0.05)
+    assert len(read) <= first_frame(5) + 2 * frames_of(1) + 1, "one more than wait"
+    source.close()
+    until(lambda: not any(thread.name == "patchpar-video" for thread in threading.enumerate()))
 
 
 def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun() -> None:
-    """In the thread that takes chunks, whichever has asked for a frame; nothing goes on with half a block."""
+    """Nothing goes on with half a block."""
 
     def broken() -> Iterator[Tensor]:
-        yield from torch.zeros(FORMAT.first_frame(4), FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+        yield from torch.zeros(FORMAT.first_frame(4) - 1, FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
         raise ValueError("the camera is gone")
 
     ranks, limits = Ranks(), StreamLimits(credit=3)
@@ -198,14 +251,30 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
     taken = list[int]()
     frames = FrameSources(video=source)
     with StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
-        while len(ranks.begun) < 3 or not ranks.idle.wait(10):
-            pass  # the next block waits for credit, so that it is the consumer's thread that asks for its frames
         with pytest.raises(ValueError, match="the camera is gone"):
             taken.extend(chunk.block for chunk in stream)
         with pytest.raises(ValueError, match="the camera is gone"):
             next(stream)
     assert taken == [block for block, _ in ranks.begun] == [0, 1, 2]
     assert stream.status == "failed"
+
+
+def test_a_video_that_stalls_holds_up_neither_chunks_nor_the_end() -> None:
+    """Images may come from a camera or a network: what was begun is still taken, and the stream can be cancelled."""
+    goes_on = threading.Event()
+
+    def stalls() -> Iterator[Tensor]:
+        yield from torch.zeros(FORMAT.first_frame(2), FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+        goes_on.wait(20)
+
+    source = VideoSource(stalls(), lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
+    limits, frames = StreamLimits(credit=3), FrameSources(video=source)
+    stream = StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin()
+    assert [next(stream).block, next(stream).block] == [0, 1]
+    stream.close()
+    assert stream.status == "cancelled"
+    assert source._frames.gi_running, "the video stalls still"  # type: ignore[attr-defined]
+    goes_on.set()
 
 
 def test_a_pipeline_streams_a_video(tmp_path: Path) -> None:

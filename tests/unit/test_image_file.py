@@ -90,6 +90,32 @@ def test_frames_of_a_video_are_as_well(tmp_path: Path, monkeypatch: pytest.Monke
             ImageFrames.of(path, fps)
 
 
+def test_a_video_that_names_other_files_is_refused(tmp_path: Path) -> None:
+    """A list of files is one to FFmpeg, whatever its name says: what it names would be shown."""
+    path = tmp_path / "a.mp4"
+    with av.open(str(tmp_path / "private.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode())
+    path.write_text("ffconcat version 1.0\nfile private.mp4\n")
+    with av.open(str(path)) as container:
+        assert next(container.decode(video=0)).width == 64, "the control"
+    with pytest.raises(PlanError, match=r"--input .*a.mp4 cannot be read as a video"):
+        list(ImageFrames.of(path, None))
+
+
+def test_a_reference_with_broken_exif_is_read(tmp_path: Path) -> None:
+    """It is turned upright once: who turned it again would parse what is no EXIF."""
+    data = io.BytesIO()
+    Image.new("RGB", (32, 24), "red").save(data, "JPEG")
+    good, exif = data.getvalue(), b"Exif\0\0no TIFF at all"
+    broken = good[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif + good[2:]
+    (tmp_path / "a.jpg").write_bytes(broken)
+    for reference in (tmp_path / "a.jpg", read_image_file(io.BytesIO(broken), "it")):
+        assert load_reference_image(reference, 24, 32).shape == (24, 32, 3)
+
+
 @pytest.mark.parametrize("keep", [0, 20, 40, 200])
 def test_a_broken_image_is_a_sentence(tmp_path: Path, keep: int) -> None:
     whole = tmp_path / "whole.png"

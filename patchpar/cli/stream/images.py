@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -56,11 +55,13 @@ class ImageFrames:
     def _from_video(self) -> Iterator[Image]:
         import av
 
+        from patchpar.stream.media_file import open_media, upright
+
         try:
-            with av.open(str(self.source)) as container:
+            with open_media(self.source) as container:
                 for frame in container.decode(video=0):
                     check_pixels(frame.width, frame.height, f"a frame of --input {self.source}")
-                    yield frame.to_image()
+                    yield upright(frame)
         except av.FFmpegError as error:
             raise PlanError(f"--input {self.source} is broken: {error.strerror}") from error
 
@@ -140,8 +141,10 @@ def _images_in(folder: Path) -> list[Path]:
 def _rate_of(video: Path) -> float:
     import av
 
+    from patchpar.stream.media_file import open_media
+
     try:
-        with av.open(os.fspath(video)) as container:
+        with open_media(video) as container:
             if not container.streams.video:
                 raise PlanError(f"--input {video} has no video track: {container.format.name}")
             stream = container.streams.video[0]

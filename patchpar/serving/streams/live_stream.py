@@ -125,7 +125,7 @@ class LiveStream:
         self.session.cancel()
 
     def _run(self) -> None:
-        writer, player = VideoFeedWriter(self.video, self.fps, self.rate), FramePlayer(self._put, self.fps)
+        writer, player = VideoFeedWriter(self.video, self.fps, self.rate), FramePlayer(self.images.put_frame, self.fps)
         self._attempt(lambda: self._play(writer, player))
         for close in (
             writer.close,
@@ -177,8 +177,3 @@ class LiveStream:
                 log.warning("%s ends: %s", self.id, reason)
                 self.session.cancel()
                 return
-
-    def _put(self, frame_HWC: Any) -> None:
-        from PIL import Image
-
-        self.images.put(Image.fromarray(frame_HWC.numpy()))

@@ -1,4 +1,4 @@
-"""`AudioInputs`: what a model makes of the audio of a block, in the process that has the audio."""
+"""The audio of a stream block by block, and what a model makes of it, in the process that has the audio."""
 
 from typing import Protocol
 
@@ -33,3 +33,21 @@ class AudioInputs(Protocol):
         `samples_N`: mono samples of the image frames `images`, the last of which is that of the last latent frame.
         Before image frame 0 there is silence. Raises PlanError.
         """
+
+
+class AudioSource(Protocol):
+    """The source of a stream's audio; all of it is there, unless a source says otherwise."""
+
+    def is_here(self, block: int) -> bool:
+        """Whether all audio that block `block` needs is available."""
+        return True
+
+    def seconds_until_silence(self, block: int) -> float | None:
+        """How long a block waits for its audio until silence takes its place; None for ever."""
+        return None
+
+    def is_over(self, block: int) -> bool:
+        """Whether the audio ends before this block begins."""
+
+    def take(self, block: int) -> tuple[Tensor, Tensor]:
+        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""

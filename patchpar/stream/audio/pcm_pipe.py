@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
 
 SampleFormat = Literal["u8", "s16le", "s24le", "s32le", "f32le"]
 BITS = {"u8": 8, "s16le": 16, "s24le": 24, "s32le": 32, "f32le": 32}
@@ -39,9 +40,9 @@ class PcmFormat:
     form: SampleFormat = "s16le"
 
     def __post_init__(self) -> None:
-        if not RATES[0] <= self.rate <= RATES[1]:
+        if not is_whole(self.rate, *RATES):
             raise PlanError(f"audio at {self.rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
-        if not 1 <= self.channels <= MAX_CHANNELS:
+        if not is_whole(self.channels, 1, MAX_CHANNELS):
             raise PlanError(f"audio of {self.channels} channels: 1 to {MAX_CHANNELS} are understood")
         if self.form not in get_args(SampleFormat):
             raise PlanError(f"samples as {self.form!r}: use one of {', '.join(get_args(SampleFormat))}")

@@ -1,5 +1,6 @@
 """The audio of a stream, from what its caller gives: a file, samples, live audio, silence, or several voices."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,18 +8,15 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio.audio_file import read_audio
-from patchpar.stream.audio.inputs import AudioInputs
+from patchpar.stream.audio.inputs import AudioInputs, AudioSource
 from patchpar.stream.audio.keep_alive import KeepAlive
-from patchpar.stream.audio.speakers import SpeakerTracks
 from patchpar.stream.audio.track import AudioTrack
 
 Voice = tuple[Tensor, int] | str | Path
 Audio = Voice | list[Voice] | None
 
 
-def audio_source(
-    config: AudioInputs | None, frames: int, audio: Audio, *, keep_alive: bool
-) -> AudioTrack | SpeakerTracks | None:
+def audio_source(config: AudioInputs | None, frames: int, audio: Audio, *, keep_alive: bool) -> AudioSource | None:
     """Return the audio of a stream with blocks of `frames` latent frames; None for a model that takes none.
 
     Silence for a model that takes audio where there is none. Raises PlanError.
@@ -63,3 +61,18 @@ def _with_voice(track: AudioTrack, voice: Voice, rate: int) -> AudioTrack:
         raise PlanError(f"audio={voice!r}: give a file, (samples, rate), 'live', or None")
     track.end()
     return track
+
+
+class SpeakerTracks(AudioSource):
+    """A whole AudioTrack for each speaker, played together. Those that have ended are silent until the last ends."""
+
+    def __init__(self, tracks: Sequence[AudioTrack]) -> None:
+        self._tracks = tuple(tracks)
+
+    def is_over(self, block: int) -> bool:
+        return all(track.is_over(block) for track in self._tracks)
+
+    def take(self, block: int) -> tuple[Tensor, Tensor]:
+        """Return (inputs of AudioInputs.shape, with S speakers in the first dim, samples [N] of all) of a block."""
+        inputs, samples = zip(*(track.take(block) for track in self._tracks), strict=True)
+        return torch.cat(inputs), torch.stack(samples).sum(0).clamp(-1, 1)

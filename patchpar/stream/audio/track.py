@@ -59,6 +59,11 @@ class AudioTrack:
         """Use silence without end."""
         self._is_silent = True
 
+    @property
+    def is_kept_alive(self) -> bool:
+        """Whether silence takes the place of audio that has not been pushed in time."""
+        return self._keep_alive is not None
+
     def seconds_from(self, block: int) -> float:
         """Return the seconds of audio that have been pushed for `block` and later ones."""
         return max(0, self._samples.end - self._sample(self._images(block)[0])) / self._config.rate

@@ -26,7 +26,7 @@ class WanDecoder:
     """
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
-        self._vae = vae
+        self.vae = vae
         self._convolutions = vae._cached_conv_counts["decoder"]
         mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
         self._mean, self._inverse_std = mean, 1.0 / std
@@ -34,7 +34,7 @@ class WanDecoder:
     @property
     def per_latent(self) -> int:
         """Images per latent frame after the first."""
-        return int(self._vae.config.scale_factor_temporal)
+        return int(self.vae.config.scale_factor_temporal)
 
     def new_state(self) -> DecoderState:
         """Return the empty state of a new video."""
@@ -42,11 +42,11 @@ class WanDecoder:
 
     def finish(self, state: DecoderState) -> Tensor:
         """Return the images left at the end of a video: none, [0, 3, 1, 1], since no frame depends on a later one."""
-        return torch.empty(0, 3, 1, 1, device=self._vae.device)
+        return torch.empty(0, 3, 1, 1, device=self.vae.device)
 
     def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
         """Decode denoised latents [1, C, F, H, W] to images [frames, 3, height, width] between -1 and 1."""
-        vae, latents = self._vae, latents_BCFHW.to(self._vae.dtype)
+        vae, latents = self.vae, latents_BCFHW.to(self.vae.dtype)
         scaled = latents / self._inverse_std.to(latents) + self._mean.to(latents)  # as WanPipeline does it
         frames = vae.post_quant_conv(scaled)
         state.features = state.features or [None] * self._convolutions
@@ -65,23 +65,18 @@ class WanDecoder:
 
         `chunks`: groups of 4 grey images that follow it, as image-to-video models take them.
         """
-        image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
+        image = image_1CHW[:, :, None].to(self.vae.device, self.vae.dtype)
         grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
-        return self.normalized(self._vae.encode(torch.cat([image, grey], 2)).latent_dist.mode())
+        return self.normalized(self.vae.encode(torch.cat([image, grey], 2)).latent_dist.mode())
 
     def encode_still(self, image_1CHW: Tensor, count: int) -> Tensor:
         """Encode an image [1, 3, height, width] between -1 and 1, as a still video, to `count` latent frames.
 
         Returns normalized latents [1, C, count, H, W].
         """
-        image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
+        image = image_1CHW[:, :, None].to(self.vae.device, self.vae.dtype)
         video = image.expand(-1, -1, 1 + (count - 1) * self.per_latent, -1, -1)
-        return self.normalized(self._vae.encode(video).latent_dist.mode())
-
-    @property
-    def vae(self) -> AutoencoderKLWan:
-        """The autoencoder."""
-        return self._vae
+        return self.normalized(self.vae.encode(video).latent_dist.mode())
 
     def normalized(self, latents_BCFHW: Tensor) -> Tensor:
         """Return the autoencoder's latents [B, C, F, H, W] as transformers take them."""

@@ -30,7 +30,7 @@ class WindowSize:
 
 
 class KVWindow:
-    """Keys and values of one denoising step, by layer."""
+    """Keys and values of one denoising step, by layer. `has_sink`: whether a sink frame has been stored."""
 
     def __init__(self, size: WindowSize, device: torch.device, dtype: torch.dtype) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class KVWindow:
         self._keys, self._values = (torch.zeros(whole, device=device, dtype=dtype) for _ in range(2))
         self._sink_keys = torch.zeros(sink, device=device, dtype=dtype)
         self._blocks = 0
-        self._has_sink = False
+        self.has_sink = False
 
     @property
     def num_bytes(self) -> int:
@@ -61,11 +61,6 @@ class KVWindow:
         sinks = [min(newest, size.window - 1) - slot for slot in range(min(size.sinks, self._blocks))]
         others = range(size.sinks, self.visible_blocks)
         return sinks + [(newest - slot) % (size.window - size.sinks) for slot in others]
-
-    @property
-    def has_sink(self) -> bool:
-        """Whether a sink frame has been stored."""
-        return self._has_sink
 
     def forget(self, *, keep_sinks: bool = False) -> int:
         """Drop all blocks, or all but the sinks; returns how many were dropped. The sink frame stays."""
@@ -89,11 +84,11 @@ class KVWindow:
         """Write the sink's keys before rotation and values of one layer, [1, sink_tokens, heads, head_width]."""
         self._sink_keys[layer] = keys_BLhd
         self._values[layer][:, : self.size.sink_tokens] = values_BLhd
-        self._has_sink = True
+        self.has_sink = True
 
     def set_sink(self, layer: int, rotary: Rotary | None) -> None:
         """Rotate the sink's keys to the positions of `rotary`; None leaves them unrotated."""
-        if self._has_sink:
+        if self.has_sink:
             keys = self._sink_keys[layer]
             self._keys[layer][:, : self.size.sink_tokens] = keys if rotary is None else rotate(keys, rotary)
 
@@ -101,6 +96,6 @@ class KVWindow:
         """Return views (keys, values) [1, M, heads, head_width] of the sink, if there is one, and the filled slots."""
         size = self.size
         seen = slice(
-            0 if self._has_sink else size.sink_tokens, size.sink_tokens + self.visible_blocks * size.block_tokens
+            0 if self.has_sink else size.sink_tokens, size.sink_tokens + self.visible_blocks * size.block_tokens
         )
         return self._keys[layer][:, seen], self._values[layer][:, seen]

@@ -117,7 +117,7 @@ def _by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, LoraFacto
             else:
                 factors.up = x
             factors.names.append(name)
-        elif (match := ALPHA.fullmatch(name)) and x.numel() == 1:
+        elif (match := ALPHA.fullmatch(name)) and x.numel() == 1 and 0 <= float(x) <= LARGEST_ALPHA:
             found.setdefault(match[1], LoraFactors()).alpha = float(x)
         else:
             unknown.append(name)

@@ -13,12 +13,13 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
+from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.sources import Audio, audio_source, check_voices
 from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import AudioSource, StreamLimits
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import low_noise_below
@@ -60,9 +61,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
         merged = {} if lora is None else {LORA: str(LoraFile.of(lora))}
-        known = StreamFolder.read(
-            folder, config=config, options={name: _plain(value) for name, value in options.items()}
-        )
+        known = StreamFolder.read(folder, config=config, options=options)
         config = known.config
         if merged and low_noise_below(Path(known.path)) is not None:
             raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
@@ -110,16 +109,18 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         with self._begun() as workers:
             delivery = delivery or StreamDelivery()
             self._check_video(video is not None, strength)
-            self._check_pose(pose is not None)
+            if pose is not None and not self._facts.hears_speech:
+                raise PlanError("pose=: this model takes no pose video, which Wan-S2V and Live Avatar do; leave it out")
             check_voices(audio, None if masks is None else len(masks), hears_several=self._facts.hears_speech)
             if delivery.record is not None and any(given is not None for given in (video, pose, masks)):
                 raise PlanError("record=: a recording holds no frames of a video, nor several voices: leave it out")
             run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
             run = replace(run, strength=strength, has_pose=pose is not None, speakers=len(masks or [None]))
             form = self._format_at(delivery.fps or self.config.fps)
+            size = form.fps, form.height, form.width
             frames = FrameSources(
                 video=None if video is None else self._video(video, form),
-                pose=None if pose is None else self._poses(pose, form),
+                pose=None if pose is None else VideoSource(pose_frames(pose, *size), form.frames_of),
             )
             limits = self._limits(form, delivery, seconds)
             source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
@@ -129,10 +130,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
             self._session = session.begin(*updates, journal=journal)
             return self._session
-
-    def _check_pose(self, has_pose: bool) -> None:
-        if has_pose and not self._facts.hears_speech:
-            raise PlanError("pose=: this model takes no pose video, which Wan-S2V and Live Avatar do; leave it out")
 
     def _check_video(self, has_video: bool, strength: float | None) -> None:
         level = self.config.schedule.begun_at(strength).sigmas[0]
@@ -145,9 +142,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         if isinstance(video, str) and video == "live":
             return LiveVideo(form.frames_of)
         return VideoSource(frames_from(video, form.fps, form.height, form.width), form.frames_of)
-
-    def _poses(self, pose: Video, form: StreamFormat) -> VideoSource:
-        return VideoSource(pose_frames(pose, form.fps, form.height, form.width), form.frames_of)
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.
@@ -241,8 +235,3 @@ def _steps_of(config: StreamConfig) -> str:
     if not config.blocks.is_pipelined:
         return f"a block of this model is one step, since each attends to the finished one before it ({history=})"
     return f"the model has {config.steps}"
-
-
-def _plain(option: Any) -> Any:
-    """An option as text if it is a dtype, for the journal."""
-    return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option

@@ -12,7 +12,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, PromptToEncode, encode_prompt
+from patchpar.stream.fifo.network import FrameNetwork, ModelFamily, encode_prompt
 from patchpar.stream.messages import ModelFacts
 
 
@@ -74,10 +74,12 @@ class LtxFamily(ModelFamily):
     def decoder(self, vae: AutoencoderKLLTXVideo) -> LtxDecoder:
         return LtxDecoder(vae)
 
-    def encode(self, pipe: LTXPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def encode(
+        self, pipe: LTXPipeline, text: str, negative: str | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D], see ModelFamily. Masked padding is cut off, so that T differs between texts."""
-        text, mask, negative, negative_mask = encode_prompt(pipe, asked, device)
-        return _cut(text, mask), None if asked.negative is None else _cut(negative, negative_mask)
+        text_BTD, mask, negative_BTD, negative_mask = encode_prompt(pipe, text, negative, **options)
+        return _cut(text_BTD, mask), None if negative is None else _cut(negative_BTD, negative_mask)
 
 
 def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:

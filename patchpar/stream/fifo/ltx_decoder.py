@@ -183,8 +183,7 @@ def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
     shift, scale = _modulation(decoder, decoder.scale_shift_table, when, 2)
 
     def activated(x_BCFHW: Tensor) -> Tensor:
-        normed: Tensor = decoder.norm_out(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        return decoder.conv_act(normed * (1 + scale) + shift)
+        return decoder.conv_act(_normed(decoder.norm_out, x_BCFHW) * (1 + scale) + shift)
 
     def unpatched(x_BCFHW: Tensor) -> Tensor:
         size = decoder.patch_size
@@ -204,30 +203,30 @@ def _resnets(block: Any, resnets: Sequence[Any], when: Tensor | None) -> list[St
 def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
     shift_1, scale_1, shift_2, scale_2 = _modulation(block, resnet.scale_shift_table, when, 4)
 
-    def first(x_BCFHW: Tensor) -> Tensor:
-        normed = resnet.norm1(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        return resnet.nonlinearity(normed * (1 + scale_1) + shift_1)
-
-    def second(x_BCFHW: Tensor) -> Tensor:
-        normed = resnet.norm2(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
-        return resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
+    def modulated(norm: Any, shift: Any, scale: Any) -> StreamingLayer:
+        return PerFrameLayer(lambda x: resnet.nonlinearity(_normed(norm, x) * (1 + scale) + shift))
 
     def join(latent: Tensor, out: Tensor) -> Tensor:
         if resnet.norm3 is not None:
-            latent = resnet.norm3(latent.movedim(1, -1)).movedim(-1, 1)
+            latent = _normed(resnet.norm3, latent)
         if resnet.conv_shortcut is not None:
             latent = resnet.conv_shortcut(latent)  # of size 1: a function of each frame alone
         return out + latent
 
     inside = StreamingChain(
         [
-            PerFrameLayer(first),
+            modulated(resnet.norm1, shift_1, scale_1),
             StreamingConvolution(resnet.conv1),
-            PerFrameLayer(second),
+            modulated(resnet.norm2, shift_2, scale_2),
             StreamingConvolution(resnet.conv2),
         ]
     )
     return StreamingResidual(inside, join)
+
+
+def _normed(norm: Any, x_BCFHW: Tensor) -> Tensor:
+    """The norm over channels, which takes them last."""
+    return norm(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
 
 
 def _upsampler(upsampler: Any) -> StreamingLayer:

@@ -4,13 +4,12 @@ Shapes: B batch, C channels, F latent frames, H x W latent pixels, T text tokens
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
-from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.conditions import PromptBlend
 from patchpar.stream.causal.decoder import as_pixels
@@ -21,18 +20,10 @@ from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, 
 from patchpar.stream.messages import StreamRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FifoRun(StreamRun):
-    """One run of a frame queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
-
-    negative: str = ""
-    guidance_scale: float = 1.0
-
-
 class FifoModel:
     """One stream on this rank. Without denoising `network` has no weights; without decoding `decoder` is None."""
 
-    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: FifoRun) -> None:
+    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: StreamRun) -> None:
         self.queue, self.first_frame = queue, run.first_block
         self._network, self._decoder, self._run = network, decoder, run
         self._prompt: Prompt | None = None
@@ -49,14 +40,7 @@ class FifoModel:
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
-        if not isinstance(change, Prompt):
-            raise PlanError(f"{type(change).__name__}: only the prompt of this stream can change")
-        if change.transition in ("cut", "recache"):
-            raise PlanError(
-                f"transition={change.transition!r}: this stream has no window to clear: use 'switch' or 'blend'"
-            )
-        if self._guided and change.negative is None:
-            raise PlanError("guidance needs a negative prompt with each prompt; it may be empty")
+        assert isinstance(change, Prompt), "a FifoSession changes nothing else"
         if change.transition == "blend":
             now = self._prompt
             assert now is not None, "a stream begins with a prompt"

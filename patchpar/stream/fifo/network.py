@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,15 +50,6 @@ class FrameDecoder(Protocol):
         """Return the images left at the end of a video, [frames, 3, height, width] between -1 and 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptToEncode:
-    """A prompt to encode. `negative`: the negative prompt, None without guidance. `tokens`: maximum length."""
-
-    text: str
-    negative: str | None
-    tokens: int
-
-
 class ModelFamily(Protocol):
     """How the parts of one kind of model are loaded and called."""
 
@@ -75,18 +65,16 @@ class ModelFamily(Protocol):
     def decoder(self, vae: Any) -> FrameDecoder:
         """Wrap its decoder. Raises UnsupportedModel."""
 
-    def encode(self, pipe: Any, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance."""
-        text, negative = encode_prompt(pipe, asked, device)
-        return text, negative
+    def encode(self, pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.
+
+        `options`: of the pipeline's own `encode_prompt`.
+        """
+        text_BTD, negative_BTD = encode_prompt(pipe, text, negative, **options)
+        return text_BTD, negative_BTD
 
 
-def encode_prompt(pipe: Any, asked: PromptToEncode, device: torch.device) -> Any:
+def encode_prompt(pipe: Any, text: str, negative: str | None, **options: Any) -> Any:
     """Return what the pipeline's own `encode_prompt` returns."""
-    return pipe.encode_prompt(
-        asked.text,
-        negative_prompt=asked.negative,
-        do_classifier_free_guidance=asked.negative is not None,
-        max_sequence_length=asked.tokens,
-        device=device,
-    )
+    has_guidance = negative is not None
+    return pipe.encode_prompt(text, negative_prompt=negative, do_classifier_free_guidance=has_guidance, **options)

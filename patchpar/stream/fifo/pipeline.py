@@ -1,25 +1,28 @@
 """`FifoStreamingPipeline`: video without end from a model of short videos (FIFO-Diffusion, arXiv:2405.11473)."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.devices import resolve_devices
+from patchpar.plan.scalars import plain
+from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
-from patchpar.stream.fifo.model import FifoRun
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.hub import local_folder
+from patchpar.stream.json_fields import number, text
 from patchpar.stream.messages import PromptUpdate
-from patchpar.stream.model_index import HIGH_NOISE, read_index
+from patchpar.stream.model_index import LTX, read_index, transformer_class
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
-WAN, LTX = "WanTransformer3DModel", "LTXVideoTransformer3DModel"
+WAN = "WanTransformer3DModel"
+MOST_GUIDANCE = 1000.0
 
 
 class FifoSession(StreamSession):
@@ -108,16 +111,20 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         """
         config, facts = self.config, self._facts
         with self._begun() as workers:
-            base = self._stream_run(seed, adapt_sink=False)
+            run = self._stream_run(seed, adapt_sink=False)
             delivery = delivery or StreamDelivery()
             if delivery.record is not None:
                 raise PlanError(
                     f"record={str(delivery.record)!r}: a FIFO stream cannot be recorded: run it again with the same "
                     "prompts and seed for the same frames"
                 )
+            if delivery.keep_alive:
+                raise PlanError("keep_alive=True: this stream takes no audio: leave it out")
+            text("negative_prompt", negative_prompt, LONGEST_PROMPT)
+            number("guidance_scale", plain(guidance_scale), 0, MOST_GUIDANCE)
             form = self._format(delivery.fps or config.fps, 1)
             limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
-            run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
+            run = replace(run, negative=negative_prompt, guidance_scale=guidance_scale)
             self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
             self._session.blends = facts.blends
             self._session.begin(PromptUpdate(text=prompt))
@@ -130,12 +137,10 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
 
 def _check_kind(name: str, folder: Path) -> None:
     """Raise UnsupportedModel for a model of another kind. Causal models of Wan have the name of its class as an end."""
-    index = read_index(folder)
-    part = index.get(HIGH_NOISE)
-    kind = str(part[-1]) if isinstance(part, list) and part else ""
+    kind = transformer_class(folder)
     if kind != LTX and not kind.endswith(WAN):
         raise UnsupportedModel(
-            f"{name} is a {index.get('_class_name')}: a queue of frames is denoised by text-to-video models of Wan "
-            "2.1, Wan 2.2 with 5 billion weights, or LTX-Video: give the folder or the hub name of one, such as "
-            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+            f"{name} is a {read_index(folder).get('_class_name')}: a queue of frames is denoised by text-to-video "
+            "models of Wan 2.1, Wan 2.2 with 5 billion weights, or LTX-Video: give the folder or the hub name of one, "
+            "such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )

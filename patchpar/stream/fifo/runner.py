@@ -9,16 +9,15 @@ from typing import Any
 import torch
 
 from patchpar.comm.device_links import DeviceLinks
-from patchpar.errors import PlanError
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.ltx import LtxFamily
-from patchpar.stream.fifo.model import FifoModel, FifoRun
-from patchpar.stream.fifo.network import ModelFamily, PromptToEncode
+from patchpar.stream.fifo.model import FifoModel
+from patchpar.stream.fifo.network import ModelFamily
 from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.fifo.wan import WanFamily
-from patchpar.stream.messages import ModelFacts, PromptUpdate, Update
-from patchpar.stream.model_index import HIGH_NOISE, read_index
+from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
+from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.stage import StageStats
@@ -28,7 +27,8 @@ class FifoRunner(StageRunner):
     """Denoises and decodes on one rank."""
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
-        self._family = family = _family_of(folder)
+        family: ModelFamily = LtxFamily() if transformer_class(folder) == LTX else WanFamily()
+        self._family = family
         denoises, rank = bool(stage.steps), self._context.rank
         parts = (HIGH_NOISE,) if denoises else ()
         needs = RequiredWeights(text=rank == 0, vae=rank == self._plan.decoder, transformers=parts)
@@ -43,23 +43,20 @@ class FifoRunner(StageRunner):
         links = super()._links()  # frames go back to the noisier rank too
         return replace(links, pairs=(*links.pairs, *((receiver, sender) for sender, receiver in links.pairs)))
 
-    def _run_stage(self, run: FifoRun) -> StageStats:
+    def _run_stage(self, run: StreamRun) -> StageStats:
         stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).as_stage_io()
         model = FifoModel(self._network, self._decoder, self._config.queue, run)
         return FifoStage(model, self._plan, self._context.rank, self._comm, stage_io).run()
 
     @torch.no_grad()
-    def _resolve(self, run: FifoRun, update: Update) -> Change:
+    def _resolve(self, run: StreamRun, update: Update) -> Change:
         """Encode a prompt, and the negative prompt with guidance."""
-        if not isinstance(update, PromptUpdate):
-            raise PlanError(f"{type(update).__name__}: only the prompt of this stream can change")
-        negative_text = run.negative if run.guidance_scale > 1 else None
-        prompt = PromptToEncode(text=update.text, negative=negative_text, tokens=self._config.text_tokens)
-        text, negative = self._family.encode(self._pipe, prompt, self._device)
+        assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
+        text, negative = self._family.encode(
+            self._pipe,
+            update.text,
+            run.negative if run.guidance_scale > 1 else None,
+            max_sequence_length=self._config.text_tokens,
+            device=self._device,
+        )
         return Prompt(text=text, transition=update.transition, over=update.over, negative=negative)
-
-
-def _family_of(folder: Path) -> ModelFamily:
-    part = read_index(folder).get(HIGH_NOISE)
-    is_ltx = isinstance(part, list) and part[-1] == "LTXVideoTransformer3DModel"
-    return LtxFamily() if is_ltx else WanFamily()

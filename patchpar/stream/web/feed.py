@@ -13,9 +13,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LOOK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
@@ -80,6 +83,12 @@ class ImageFeed(MediaFeed):
         image.convert("RGB").save(data, "JPEG", quality=QUALITY)
         self._newest = (self._newest[0] + 1, data.getvalue())
 
+    def put_frame(self, frame_HWC: "Tensor") -> None:
+        """Replace the newest image by this frame [H, W, 3] in uint8."""
+        from PIL import Image
+
+        self.put(Image.fromarray(frame_HWC.numpy()))
+
     async def parts(self) -> AsyncIterator[bytes]:
         """See MediaFeed. The last image is sent twice."""
         with self._watched():
@@ -99,7 +108,7 @@ class ImageFeed(MediaFeed):
 
 
 class VideoFeed(MediaFeed):
-    """Fragmented MP4 with audio.
+    """Fragmented MP4 with audio. `head`: what a player needs first; None before the first fragment.
 
     `kept`: number of key frames that are stored with the frames after them; None for the whole video, which a browser
     then plays from its beginning. A browser that falls behind the stored fragments continues at the newest key frame.
@@ -112,12 +121,7 @@ class VideoFeed(MediaFeed):
         self._lock = threading.Lock()
         self._kept, self._first, self._fragments = kept, 0, deque[Mp4Fragment]()
         self._keys = deque[int]()  # numbers of the key frames' fragments
-        self._head: Mp4Header | None = None
-
-    @property
-    def head(self) -> Mp4Header | None:
-        """The MP4 header, which a player needs first; None before the first fragment."""
-        return self._head
+        self.head: Mp4Header | None = None
 
     @property
     def held(self) -> int:
@@ -128,7 +132,7 @@ class VideoFeed(MediaFeed):
     def put(self, head: Mp4Header, fragments: Iterable[Mp4Fragment]) -> None:
         """Append fragments. `head` must always be the same."""
         with self._lock:
-            self._head = head
+            self.head = head
             for fragment in fragments:
                 if fragment.is_key:
                     self._keys.append(self._first + len(self._fragments))
@@ -157,8 +161,8 @@ class VideoFeed(MediaFeed):
         """See MediaFeed. The header, then fragments."""
         has_head = False
         async for fragment in self.fragments():
-            if not has_head and self._head is not None:
-                yield self._head.data
+            if not has_head and self.head is not None:
+                yield self.head.data
                 has_head = True
             yield fragment.data
 

@@ -18,15 +18,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
 from patchpar.errors import PlanError
+from patchpar.stream.audio.pcm_pipe import RATES, PcmFormat
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
-from patchpar.stream.web.page_input import (
-    PageCamera,
-    PageInputs,
-    PageMicrophone,
-    checked_audio,
-    image_of,
-    samples_of,
-)
+from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
 
 if TYPE_CHECKING:
     from patchpar.stream.web.webrtc import RtcPeers
@@ -65,10 +59,8 @@ def video_page(
     app = _page("video" if peers is None else "webrtc", status, names, inputs)
 
     async def video(socket: WebSocket) -> None:
-        if not is_own_origin(socket):
-            await _refuse(socket)
+        if not await _accepted(socket):
             return
-        await socket.accept()
         receiver = PageReceiver(socket, inputs.microphone)
         await until_one_ends(_sent_whole(socket, feed), receiver.run())
 
@@ -96,10 +88,8 @@ def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
 
 def _add_camera(app: FastAPI, camera: PageCamera) -> None:
     async def images(socket: WebSocket) -> None:
-        if not is_own_origin(socket):
-            await _refuse(socket)
+        if not await _accepted(socket):
             return
-        await socket.accept()
         try:
             camera.begin(socket)
             while (message := await socket.receive())["type"] != "websocket.disconnect":
@@ -131,9 +121,13 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
     return app
 
 
-async def _refuse(socket: WebSocket) -> None:
-    """Answer the handshake with the reason, which browsers show in their network log only."""
+async def _accepted(socket: WebSocket) -> bool:
+    """Accept a page of our own; others get the reason, which browsers show in their network log only."""
+    if is_own_origin(socket):
+        await socket.accept()
+        return True
     await socket.send_denial_response(PlainTextResponse(FOREIGN, 403))
+    return False
 
 
 async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> list[asyncio.Task[None]]:
@@ -180,7 +174,7 @@ class PageReceiver:
 
     def __init__(self, socket: WebSocket, microphone: PageMicrophone | None) -> None:
         self._socket, self._microphone = socket, microphone
-        self._rate = self._channels = 0
+        self._format = PcmFormat(rate=RATES[0])  # that of the last audio_begin
         self._has_refused = False  # samples; the browser is told once
 
     async def run(self) -> None:
@@ -203,15 +197,16 @@ class PageReceiver:
         if data is not None:
             if not self._has_refused:
                 self._has_refused = True
-                microphone.put(self, (samples_of(data, max(1, self._channels)), self._rate))
+                microphone.put(self, (samples_of(data, self._format), self._format.rate))
                 self._has_refused = False
             return
         self._has_refused = False
         control = _control_of(message.get("text") or "")
         if control.get("type") == "audio_begin":
-            rate, channels = checked_audio(control.get("rate"), control.get("channels", 1))
+            form: Any = {"rate": control.get("rate"), "channels": control.get("channels", 1)}
+            announced = PcmFormat(**form)
             microphone.begin(self)
-            self._rate, self._channels = rate, channels
+            self._format = announced
         elif control.get("type") == "audio_end":
             microphone.end(self)
         else:

@@ -1,26 +1,23 @@
 """What the page of a stream sends: audio of its microphone, images of its camera. One page at a time sends each."""
 
 import io
-import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.image_file import read_image_file
+from patchpar.stream.audio.pcm_pipe import PcmFormat
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20
 """Bytes of one message."""
-MAX_SIDE = 4096
-"""Pixels of a side of an image."""
-RATES, MAX_CHANNELS = (1000, 384_000), 8
+MAX_PIXELS = 4096**2
+"""Of an image."""
 WAITING_PIECES = 100
 """Pieces of audio that may wait to be taken: 2 s of 20 ms each. Older ones are dropped."""
 
@@ -117,40 +114,18 @@ class PageInputs:
                 each.close()
 
 
-def checked_audio(rate: Any, channels: Any) -> tuple[int, int]:
-    """Return the sampling rate and the number of channels of audio. Raises PlanError if they cannot be used."""
-    if not isinstance(rate, int) or not RATES[0] <= rate <= RATES[1]:
-        raise PlanError(f"audio at {rate} samples per second: {RATES[0]} to {RATES[1]} are understood")
-    if not isinstance(channels, int) or not 1 <= channels <= MAX_CHANNELS:
-        raise PlanError(f"audio of {channels} channels: 1 to {MAX_CHANNELS} are understood")
-    return rate, channels
-
-
-def samples_of(data: bytes, channels: int) -> Tensor:
-    """Return samples [channels, N] of 16-bit little-endian integers. Raises PlanError."""
+def samples_of(data: bytes, form: PcmFormat) -> Tensor:
+    """Return the samples [channels, N] of a message. Raises PlanError."""
     _check_size(data)
-    if len(data) % (2 * channels):
-        raise PlanError(f"{len(data)} bytes of audio: samples of {channels} channels have {2 * channels} bytes")
-    values = np.frombuffer(data, "<i2").reshape(-1, channels).T.astype(np.float32) / 32768
-    return torch.from_numpy(np.ascontiguousarray(values))
+    if len(data) % form.size:
+        raise PlanError(f"{len(data)} bytes of audio: samples of {form.channels} channels have {form.size} bytes")
+    return form.samples(data)
 
 
 def image_of(data: bytes) -> Any:
     """Return the PIL image of a file in JPEG, PNG or WebP, upright. Raises PlanError."""
-    from PIL import Image, ImageOps
-
     _check_size(data)
-    try:
-        image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-        decoded = ImageOps.exif_transpose(image).convert("RGB") if max(image.size) <= MAX_SIDE else None
-    except Image.DecompressionBombError as error:  # Pillow's own limit, which is checked first
-        raise PlanError(f"an image of too many pixels: a side has at most {MAX_SIDE}") from error
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # of Pillow's readers
-        raise PlanError("that is no image in JPEG, PNG or WebP") from error
-    if decoded is None:
-        raise PlanError(f"an image of {image.width} x {image.height} pixels: a side has at most {MAX_SIDE}")
-    decoded.info.clear()  # EXIF may be broken, which who turns the image once more would find
-    return decoded
+    return read_image_file(io.BytesIO(data), "the image", most_pixels=MAX_PIXELS, formats=("JPEG", "PNG", "WEBP"))
 
 
 def _check_size(data: bytes) -> None:

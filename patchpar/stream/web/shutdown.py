@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 INTERRUPTED = 128 + signal.SIGINT
@@ -37,8 +37,6 @@ def signals_unwind() -> Iterator[None]:
     signal raises within a callback of its own, as while modules are imported. A block inside another one begins anew.
     Must be entered in the main thread. Signals that are ignored, as with nohup, stay ignored.
     """
-    kept = {number: signal.getsignal(number) for number in ENDING}
-    heeded = [number for number, handler in kept.items() if handler is not signal.SIG_IGN]
     latest: list[float] = []
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -47,27 +45,26 @@ def signals_unwind() -> Iterator[None]:
             latest.append(now)
             raise SystemExit(128 + number)
 
-    for number in heeded:
-        signal.signal(number, leave)
-    try:
+    with _handled([number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN], leave):
         yield
-    finally:
-        for number in heeded:
-            signal.signal(number, kept[number])
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
     """In the `with` block ctrl-C, SIGTERM and SIGHUP do nothing: for a cleanup that is short. In the main thread."""
-    numbers = (signal.SIGINT, *ENDING)
-    kept = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        signal.signal(number, signal.SIG_IGN)
+    with _handled([signal.SIGINT, *ENDING], signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handled(numbers: list[signal.Signals], handler: Any) -> Iterator[None]:
+    """In the `with` block these signals have another handler."""
+    kept = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in kept.items():
-            signal.signal(number, handler)
+        for number, before in kept.items():
+            signal.signal(number, before)
 
 
 @contextmanager

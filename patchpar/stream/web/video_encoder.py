@@ -7,8 +7,10 @@ from typing import IO, Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn import functional
 
 from patchpar.errors import PlanError
+from patchpar.stream.audio.resample import Resampler
 
 AUDIO_RATE = 48_000
 """Samples per second that both audio codecs support."""
@@ -85,7 +87,7 @@ class VideoEncoder:
         self._audio: Any = None
         if form.rate is not None:
             self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
-            self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=AUDIO_RATE)
+            self._resampler = Resampler(form.rate, AUDIO_RATE)
         self._received = self._written = 0
         self._last_key: int | None = None
 
@@ -101,7 +103,7 @@ class VideoEncoder:
                 frame.pict_type = av.video.frame.PictureType.I
             yield from self._timed(self._video.encode(frame))
         if self._audio is not None and audio_N is not None:
-            yield from self._encoded(audio_N, round(pts * self._rate))
+            yield from self._encoded(audio_N, round(pts * self._resampler.rate))
 
     def rest(self) -> Iterator[Any]:
         """Yield the packets that the encoders still hold."""
@@ -123,31 +125,24 @@ class VideoEncoder:
             packet.duration = round(1 / self._fps / packet.time_base)  # encoders leave it open
             yield packet
 
-    @property
-    def _rate(self) -> int:
-        assert self._form.rate is not None, "a video with audio has a rate"
-        return self._form.rate
-
     def _encoded(self, audio_N: Tensor, at: int) -> Iterator[Any]:
         """Packets of audio. Dropped frames become silence, since an encoder takes no gaps."""
-        import av
-
-        lost = at - self._received if at - self._received > self._rate * TOLERANCE else 0
-        samples = np.concatenate([np.zeros(lost, np.float32), audio_N.numpy().astype(np.float32)])
-        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
-        frame.sample_rate = self._rate
+        lost = at - self._received if at - self._received > self._resampler.rate * TOLERANCE else 0
+        samples = functional.pad(audio_N.float(), (lost, 0))
         self._received += len(samples)
-        for made in self._resampler.resample(frame):
-            yield from self._audio_packets(made.to_ndarray())
+        yield from self._audio_packets(self._resampler.push(samples))
 
-    def _audio_packets(self, samples_1N: Any) -> Iterator[Any]:
+    def _audio_packets(self, samples_N: Tensor) -> Iterator[Any]:
         """Timestamps are sample counts, to avoid rounding twice. Live, the first samples are dropped for PRIMING."""
         import av
 
-        first, self._written = self._written, self._written + samples_1N.shape[1]
-        missing = max(0, PRIMING - first) if self._form.is_live else 0
-        samples = np.ascontiguousarray(samples_1N[:, missing:])
-        if samples.size:
-            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = AUDIO_RATE, first + missing, Fraction(1, AUDIO_RATE)
+        first, self._written = self._written, self._written + len(samples_N)
+        samples = samples_N[max(0, PRIMING - first) if self._form.is_live else 0 :].contiguous()
+        if len(samples):
+            frame = av.AudioFrame.from_ndarray(samples.numpy()[None], format="fltp", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = (
+                AUDIO_RATE,
+                self._written - len(samples),
+                Fraction(1, AUDIO_RATE),
+            )
             yield from self._audio.encode(frame)

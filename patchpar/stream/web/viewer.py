@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +14,6 @@ from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.page_input import PageInputs
 from patchpar.stream.web.server import WebServer, names_of
-
-if TYPE_CHECKING:
-    from patchpar.stream.web.webrtc import RtcPeers
 
 KEPT = 4
 """Key frames of a video that are stored: some seconds by which a browser may lag without missing frames."""
@@ -54,7 +51,7 @@ class ImageScreen:
     def __init__(self, host: str, port: int, fps: float) -> None:
         self._feed = ImageFeed()
         self.page = WebPage(self._feed, host, port, "--mjpeg")
-        self._player = FramePlayer(self._put, fps)
+        self._player = FramePlayer(self._feed.put_frame, fps)
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
@@ -71,11 +68,6 @@ class ImageScreen:
         """Stop serving after all frames have been sent. Idempotent."""
         self._player.close()
         self.page.close()
-
-    def _put(self, frame_HWC: Tensor) -> None:
-        from PIL import Image
-
-        self._feed.put(Image.fromarray(frame_HWC.numpy()))
 
 
 class VideoFeedWriter:
@@ -123,7 +115,11 @@ class VideoScreen:
         self._feed, self._inputs = VideoFeed(KEPT), inputs or PageInputs()
         self.page = WebPage(self._feed, host, port, "--ws")
         self._writer = VideoFeedWriter(self._feed, fps, rate)
-        self._peers = _peers(fps, rate, self._inputs) if webrtc else None
+        self._peers: Any = None
+        if webrtc:
+            from patchpar.stream.web.webrtc import RtcPeers
+
+            self._peers = RtcPeers(fps, rate, self._inputs)
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
@@ -144,9 +140,3 @@ class VideoScreen:
             self._peers.close()
         self._writer.close()
         self.page.close()
-
-
-def _peers(fps: float, rate: int | None, inputs: PageInputs) -> "RtcPeers":
-    from patchpar.stream.web.webrtc import RtcPeers  # needs the extra that VideoScreen checks
-
-    return RtcPeers(fps, rate, inputs)

@@ -28,6 +28,7 @@ from aiortc.mediastreams import MediaStreamError
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.audio.resample import Resampler
 from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.page_input import PageInput, PageInputs
 
@@ -128,7 +129,7 @@ class RtcPeers:
         self._tasks = set[asyncio.Task[None]]()
         self._player = FramePlayer(self._show, fps, slack=1)
         self._player.start()
-        self._resampler = None if rate is None else _to_opus()
+        self._resampler = None if rate is None else Resampler(rate, AUDIO_RATE)
 
     @property
     def watchers(self) -> int:
@@ -141,9 +142,8 @@ class RtcPeers:
             return
         self._player.add(frames_FHWC)
         if audio_N is not None and self._resampler is not None:
-            samples = _resampled(self._resampler, audio_N.numpy(), self._rate)
-            if len(samples):
-                self._loop.call_soon_threadsafe(self._hear, samples)
+            samples = (self._resampler.push(audio_N.float()) * 2**15).round().clamp(-(2**15), 2**15 - 1)
+            self._loop.call_soon_threadsafe(self._hear, samples.to(torch.int16).numpy())
 
     async def answer(self, offer: bytes) -> dict[str, str]:
         """Connect a browser; `offer` and the answer are session descriptions in JSON. Raises PlanError."""
@@ -226,7 +226,10 @@ class RtcPeers:
 
 async def _receive(track: Any, source: PageInput[Any], notes: list[Any]) -> None:
     """Give the frames of a browser to `source`, as long as no other page sends. `notes`: a channel, once it is open."""
-    sender, resampler, is_refused = object(), _to_opus("fltp"), False
+    import av
+
+    sender, is_refused = object(), False
+    resampler = av.AudioResampler(format="fltp", layout="mono", rate=AUDIO_RATE)
     try:
         while True:
             try:
@@ -259,19 +262,3 @@ def _description(offer: bytes) -> Any:
         return RTCSessionDescription(sdp=str(found["sdp"]), type=str(found["type"]))
     except (ValueError, TypeError, KeyError) as error:
         raise PlanError("that is no offer: send {'type': 'offer', 'sdp': ...} in JSON") from error
-
-
-def _to_opus(form: str = "s16") -> Any:
-    import av
-
-    return av.AudioResampler(format=form, layout="mono", rate=AUDIO_RATE)
-
-
-def _resampled(resampler: Any, samples_N: Any, rate: int | None) -> Any:
-    """Samples in int16 at AUDIO_RATE."""
-    import av
-
-    frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples_N, np.float32)[None], format="fltp", layout="mono")
-    frame.sample_rate = rate
-    parts = [part.to_ndarray()[0] for part in resampler.resample(frame)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int16)
