@@ -53,12 +53,12 @@ class Sample:
     caption: str
 
 
-def sample_example(key: str, height: int, width: int, night_share: float | None = None) -> Sample:
+def sample_example(key: str, height: int, width: int, night_fraction: float | None = None) -> Sample:
     """The training image of a key, height and width in latent cells; half of them mirrored, caption and all.
 
-    night_share is the probability of a night scene; without it, as often as any time of day.
+    night_fraction is the probability of a night scene; without it, as often as any time of day.
     """
-    displayed = sample_render(key_at_time(key, night_share), height=height * CELL, width=width * CELL)
+    displayed = sample_render(key_at_time(key, night_fraction), height=height * CELL, width=width * CELL)
     latent, mask = to_latent(to_tensor(displayed.pixels))[0], object_mask(displayed)
     rng = random.Random(f"mirror {key}")
     if rng.random() < 0.5:
@@ -68,11 +68,11 @@ def sample_example(key: str, height: int, width: int, night_share: float | None 
     return Sample(latent=latent, mask=mask, scene=displayed.scene, caption=displayed.caption)
 
 
-def key_at_time(key: str, night_share: float | None) -> str:
+def key_at_time(key: str, night_fraction: float | None) -> str:
     """The first key derived from this one whose scene is at night with that probability, by day otherwise."""
-    if night_share is None:
+    if night_fraction is None:
         return key
-    night = random.Random(f"night {key}").random() < night_share
+    night = random.Random(f"night {key}").random() < night_fraction
     derived = (f"{key} {index}" for index in itertools.count())
     return next(one for one in derived if (scene_of(one).time == "at night") == night)
 
@@ -82,12 +82,12 @@ def sample_batch(
     bucket: Bucket,
     tokenizer: CLIPTokenizer,
     executor: Executor | None = None,
-    night_share: float | None = None,
+    night_fraction: float | None = None,
 ) -> Batch:
     """The batch of a key. Images are drawn in the executor's processes where one is given."""
     keys = [f"{key} {index}" for index in range(bucket.batch)]
     spread: Callable = map if executor is None else executor.map
-    example = partial(sample_example, height=bucket.height, width=bucket.width, night_share=night_share)
+    example = partial(sample_example, height=bucket.height, width=bucket.width, night_fraction=night_fraction)
     samples = list(spread(example, keys))
     generator = torch.Generator().manual_seed(random.Random(f"noise {key}").getrandbits(62))
     dropped = torch.rand(bucket.batch, generator=generator) < CAPTION_DROPOUT

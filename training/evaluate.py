@@ -190,10 +190,10 @@ def check_judges(classifier: Classifier, counter: RepeatCounter, settings: Setti
         "classifier": min(accuracy(classifier, 200, **size).values()),
         "counter": count_accuracy(counter, 200, **size),
     }
-    for name, share in own.items():
-        if share < CLASSIFIER_BAR:
+    for name, fraction in own.items():
+        if fraction < CLASSIFIER_BAR:
             raise RuntimeError(
-                f"the {name} is right on {share} of renders, the bar is {CLASSIFIER_BAR}: train it longer"
+                f"the {name} is right on {fraction} of renders, the bar is {CLASSIFIER_BAR}: train it longer"
             )
     return own
 

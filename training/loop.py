@@ -70,7 +70,7 @@ def batches(run: Run, stage: Stage, arguments: argparse.Namespace, executor: Exe
         key = f"{arguments.seed} {stage.name} {step} {run.progress.step - run.progress.stage_step}"
         rendered = stage.sample(key)
         size = max(1, round(rendered.batch * arguments.batch_scale))
-        yield sample_batch(key, replace(rendered, batch=size), tokenizer, executor, arguments.night_share)
+        yield sample_batch(key, replace(rendered, batch=size), tokenizer, executor, arguments.night_fraction)
 
 
 def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, sample: Callable = batches) -> None:
@@ -139,5 +139,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-scale", type=float, default=1.0, help="factor on batch sizes; 16 suits a large GPU")
     parser.add_argument("--render-workers", type=int, default=0, help="processes that draw images; 0: this one")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--night-share", type=float, help="part of the images that are at night; without it a third")
+    parser.add_argument("--night-fraction", type=float, help="part of the images that are at night; without it a third")
     parser.add_argument("--seed", type=int, default=0)

@@ -162,7 +162,9 @@ def test_as_many_scenes_are_at_night_as_asked_for():
     assert all(scene_of(key_at_time(f"all {index}", 1.0)).time == "at night" for index in range(20))
     assert key_at_time("any", None) == "any"
     bucket = Bucket(height=8, width=8, batch=24, fraction=1)
-    dark, bright = (sample_batch("a", bucket, build_tokenizer(), night_share=share).latent for share in (1.0, 0.0))
+    dark, bright = (
+        sample_batch("a", bucket, build_tokenizer(), night_fraction=fraction).latent for fraction in (1.0, 0.0)
+    )
     assert dark[:, :3].mean() < bright[:, :3].mean() - 0.5
 
 
