@@ -197,7 +197,7 @@ def _twin(canvas: _Canvas, item: Item, x: float, y: float, size: float) -> None:
     step = rng.uniform(1.0, 1.8) * half * size
     low, high = (0.05, 0.43) if item.side == "left" else (0.57, 0.95)
     beside = [
-        place for place in (x - step, x + step) if low * canvas.image.size[0] <= place <= high * canvas.image.size[0]
+        place for place in (x - step, x + step) if low * canvas.image.size[0] <= at <= high * canvas.image.size[0]
     ]
     if beside and rng.random() < 2 / 3:
         x = rng.choice(beside)
