@@ -196,9 +196,8 @@ def _twin(canvas: _Canvas, item: Item, x: float, y: float, size: float) -> None:
     half, top, bottom = EXTENTS[item.kind]
     step = rng.uniform(1.0, 1.8) * half * size
     low, high = (0.05, 0.43) if item.side == "left" else (0.57, 0.95)
-    beside = [
-        place for place in (x - step, x + step) if low * canvas.image.size[0] <= at <= high * canvas.image.size[0]
-    ]
+    wide = canvas.image.size[0]
+    beside = [at for at in (x - step, x + step) if low * wide <= at <= high * wide]
     if beside and rng.random() < 2 / 3:
         x = rng.choice(beside)
         y += rng.uniform(-0.15, 0.1) * (bottom - top) * size
