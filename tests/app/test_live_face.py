@@ -52,7 +52,7 @@ class ListeningFace:
     """Stands for StreamingPipeline and its session: a block of grey frames as soon as one is asked for."""
 
     config = SimpleNamespace(fps=16.0, width=32, height=32)
-    audio_ahead, is_over = 0.0, False
+    audio_ahead, is_over, is_kept_alive = 0.0, False, True
 
     def __init__(self) -> None:
         self.conditions: dict[str, Any] = {}
