@@ -12,6 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.stream.causal.checkpoint import transformer_of
@@ -59,7 +60,7 @@ def convert_checkpoint(
     the checkpoint says what it is. `lora`: a file to merge, or `PATH:SCALE`. Weights keep their dtype. Raises
     PlanError; UnsupportedModel for weights that do not match.
     """
-    source, target = Path(checkpoint).expanduser(), Path(folder).expanduser().absolute()
+    source, target = path_of(checkpoint), path_of(folder).absolute()
     merged = None if lora is None else LoraFile.of(lora)
     if target.exists():
         raise PlanError(f"{target} is there already: give a new folder")

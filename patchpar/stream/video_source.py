@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.models.image_file import check_pixels
 from patchpar.stream.media_file import open_media, upright
 from patchpar.stream.reference_image import load_reference_image
@@ -142,7 +143,7 @@ def frames_from(video: Video, fps: float, height: int, width: int, name: str = "
     Raises PlanError for what is no video, and while it is read.
     """
     if isinstance(video, (str, Path)):
-        path = Path(video).expanduser()
+        path = path_of(video)
         if not path.is_file():
             raise PlanError(f"{name}={str(video)!r}: there is no such file")
         images = _at_rate(path, fps, f"{name}={str(path)!r}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model
+from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model, path_of
 from patchpar.models.quick_imports import quick_imports
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ImageRanks
@@ -144,7 +144,7 @@ def _folder(model: str, options: Mapping[str, Any]) -> tuple[Path, dict[str, Any
     """Return the folder of a model and its options. Raises PlanError for one that is not here."""
     if model in EMBEDDED:
         return embedded_model(model), {"variant": "fp16", "torch_dtype": "float32", **options}
-    folder = Path(model).expanduser()
+    folder = path_of(model)
     if not folder.is_dir():
         fetch = f": hf download {model} --exclude '*.safetensors' --local-dir DIR" if HUB_NAME.fullmatch(model) else ""
         raise PlanError(

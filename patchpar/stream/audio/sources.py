@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.stream.audio.audio_file import read_audio
 from patchpar.stream.audio.inputs import AudioInputs, AudioSource
 from patchpar.stream.audio.keep_alive import KeepAlive
@@ -55,7 +56,7 @@ def _with_voice(track: AudioTrack, voice: Voice, rate: int) -> AudioTrack:
     if isinstance(voice, tuple):
         track.push(torch.as_tensor(voice[0]), voice[1])
     elif isinstance(voice, (str, Path)):
-        found = read_audio(Path(voice).expanduser(), rate)
+        found = read_audio(path_of(voice), rate)
         track.push(found.samples, found.rate)
     else:
         raise PlanError(f"audio={voice!r}: give a file, (samples, rate), 'live', or None")

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.files import path_of
 from patchpar.plan.json_files import object_of, read_object
 from patchpar.stream.causal.original_names import diffusers_modules
 from patchpar.stream.json_fields import number
@@ -49,9 +50,9 @@ class LoraFile:
     def of(cls, text: str | Path) -> "LoraFile":
         """Parse `PATH` or `PATH:SCALE`. Raises PlanError for a file that is not there, or a scale that is no number."""
         name, colon, factor = str(text).rpartition(":")
-        if not colon or Path(text).expanduser().is_file():
+        if not colon or path_of(text).is_file():
             name, factor = str(text), "1"
-        path = Path(name).expanduser().absolute()
+        path = path_of(name).absolute()
         try:
             scale = float(factor)
         except ValueError:
