@@ -8,25 +8,22 @@ Each half of an image is looked at separately, the right one in a mirror, so "le
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from training.judges import fit, load_into, looked_at, main_of, render_size, worn
 from training.latents import to_tensor
 from training.render import sample_render
 from training.scenes import LOOKS, SIDES, TERRAINS, TIMES, Look, Scene, look_indices, look_of
-from training.stages import Schedule
 
 WEIGHTS = Path(__file__).with_name("classifier.safetensors")
-SIDE_PX = 128
-"""Images are looked at with their shorter side at this many pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +81,7 @@ def judge(classifier: Classifier, images_BCHW: Tensor) -> list[Judgement]:
 
 def load_classifier(path: Path = WEIGHTS) -> Classifier:
     """The trained classifier."""
-    classifier = Classifier()
-    classifier.load_state_dict({name: value.float() for name, value in load_file(path).items()})
-    return classifier.eval()
+    return load_into(Classifier(), path)
 
 
 def accuracy(classifier: Classifier, count: int, *, height: int = 256, width: int = 256) -> dict[str, float]:
@@ -104,24 +99,13 @@ def accuracy(classifier: Classifier, count: int, *, height: int = 256, width: in
 def train(steps: int, *, batch: int = 48, rate: float = 2e-3, seed: int = 0) -> Classifier:
     """A classifier trained on fresh renders, made a little blurred and noisy so that it does not cling to edges."""
     torch.manual_seed(seed)
-    classifier = Classifier().train()
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=rate, weight_decay=0.01, fused=True)
-    schedule = Schedule(steps=steps, peak=rate, decay_from=0.3)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        loss = _loss(classifier, f"{seed} {step}", batch)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if step % 200 == 0:
-            print(f"step {step}/{steps} loss {loss.item():.4f}", flush=True)
-    return classifier.eval()
+    classifier = Classifier()
+    return fit(classifier, partial(_loss, classifier, batch), steps=steps, rate=rate, seed=seed)
 
 
-def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
+def _loss(classifier: Classifier, batch: int, key: str) -> Tensor:
     rng = random.Random(f"judge {key}")
-    height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
+    height, width = render_size(rng)
     displayed = [sample_render(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
     images = worn(torch.cat([to_tensor(one.pixels) for one in displayed]), rng)
     wanted = targets([one.scene for one in displayed])
@@ -133,33 +117,9 @@ def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     )
 
 
-def worn(images: Tensor, rng: random.Random) -> Tensor:
-    """The images a little blurred and noisy, as those of a model are."""
-    if rng.random() < 0.3:
-        images = functional.interpolate(functional.avg_pool2d(images, 2), scale_factor=2, mode="bilinear")
-    return images + rng.choice((0.0, 0.03, 0.08)) * torch.randn_like(images)
-
-
-def looked_at(images: Tensor) -> Tensor:
-    """The images (B, 3, H, W) with the shorter side that judges are trained at."""
-    scale = SIDE_PX / min(images.shape[-2:])
-    if scale == 1:
-        return images
-    return functional.interpolate(images, scale_factor=scale, mode="bilinear", antialias=True)
-
-
 def main() -> None:
     """Train, print the accuracy on held-out renders, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--output", type=Path, default=WEIGHTS)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    classifier = train(arguments.steps)
-    for height, width in ((256, 256), (256, 384), (384, 256), (512, 512)):
-        print(f"{height}x{width}", accuracy(classifier, 200, height=height, width=width), flush=True)
-    save_file({name: value.half().contiguous() for name, value in classifier.state_dict().items()}, arguments.output)
+    main_of(__doc__, train, accuracy, steps=3000, output=WEIGHTS)
 
 
 if __name__ == "__main__":

@@ -68,13 +68,17 @@ class _Canvas:
 
 def scene_of(seed: int | str, *, held_out: bool = False) -> Scene:
     """The scene of that seed, not rendered."""
-    return sample_scene(random.Random(f"scene {seed}"), held_out=held_out)
+    return _begun(seed, held_out)[1]
+
+
+def _begun(seed: int | str, held_out: bool) -> tuple[random.Random, Scene]:
+    rng = random.Random(f"scene {seed}")
+    return rng, sample_scene(rng, held_out=held_out)
 
 
 def sample_render(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
     """The image of that seed: a random scene, rendered. height and width in pixels."""
-    rng = random.Random(f"scene {seed}")
-    scene = sample_scene(rng, held_out=held_out)
+    rng, scene = _begun(seed, held_out)
     words = caption(scene, right_first=rng.random() < 0.5)
     return render(scene, rng, height=height, width=width, words=words)
 

@@ -1,6 +1,6 @@
 """Who counts objects: a small network that says of each side whether its object is there more than once.
 
-    python -m training.repeats --steps 1500          # writes training/repeats.safetensors
+    python -m training.repeats --steps 2600          # writes training/repeats.safetensors
 
 A model that is not trained enough gives a house a twin or a second storey, which the classifier of looks does not
 mind. This one is trained on renders in which objects are repeated on purpose, and has to tell held-out renders with
@@ -9,20 +9,19 @@ and without twins apart before it may count.
 
 from __future__ import annotations
 
-import argparse
 import random
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from training.classifier import Classifier, load_classifier, looked_at, worn
+from training.classifier import Classifier, load_classifier
+from training.judges import fit, load_into, looked_at, main_of, render_size, worn
 from training.latents import to_tensor
 from training.render import render
 from training.scenes import SIDES, sample_scene
-from training.stages import Schedule
 
 WEIGHTS = Path(__file__).with_name("repeats.safetensors")
 REPEATED = 0.4
@@ -54,9 +53,7 @@ def repeats(counter: RepeatCounter, images_BCHW: Tensor) -> list[frozenset[str]]
 
 def load_counter(path: Path = WEIGHTS) -> RepeatCounter:
     """The trained counter."""
-    counter = RepeatCounter()
-    counter.load_state_dict({name: value.float() for name, value in load_file(path).items()})
-    return counter.eval()
+    return load_into(RepeatCounter(), path)
 
 
 def sample_repeated(key: str, *, height: int, width: int, held_out: bool = False) -> tuple[Tensor, frozenset[str]]:
@@ -79,25 +76,14 @@ def accuracy(counter: RepeatCounter, count: int, *, height: int = 256, width: in
 def train(steps: int, *, batch: int = 32, rate: float = 1e-3, seed: int = 0) -> RepeatCounter:
     """A counter trained on fresh renders; it starts from what the classifier of looks has learnt to see."""
     torch.manual_seed(seed)
-    counter = RepeatCounter().train()
+    counter = RepeatCounter()
     counter.trunk.load_state_dict(load_classifier().trunk.state_dict())
-    optimizer = torch.optim.AdamW(counter.parameters(), lr=rate, weight_decay=0.01, fused=True)
-    schedule = Schedule(steps=steps, peak=rate, decay_from=0.3)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        loss = _loss(counter, f"{seed} {step}", batch)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"step {step}/{steps} loss {loss.item():.4f}", flush=True)
-    return counter.eval()
+    return fit(counter, partial(_loss, counter, batch), steps=steps, rate=rate, seed=seed)
 
 
-def _loss(counter: RepeatCounter, key: str, batch: int) -> Tensor:
+def _loss(counter: RepeatCounter, batch: int, key: str) -> Tensor:
     rng = random.Random(f"count {key}")
-    height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
+    height, width = render_size(rng)
     rendered = [sample_repeated(f"train {key} {index}", height=height, width=width) for index in range(batch)]
     images = worn(torch.cat([image for image, _ in rendered]), rng)
     wanted = torch.tensor([[float(side in twice) for side in SIDES] for _, twice in rendered])
@@ -106,16 +92,7 @@ def _loss(counter: RepeatCounter, key: str, batch: int) -> Tensor:
 
 def main() -> None:
     """Train, print the accuracy on held-out renders, save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--output", type=Path, default=WEIGHTS)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    counter = train(arguments.steps)
-    for height, width in ((256, 256), (256, 384), (384, 256), (512, 512)):
-        print(f"{height}x{width}", accuracy(counter, 200, height=height, width=width), flush=True)
-    save_file({name: value.half().contiguous() for name, value in counter.state_dict().items()}, arguments.output)
+    main_of(__doc__, train, accuracy, steps=2600, output=WEIGHTS)
 
 
 if __name__ == "__main__":
