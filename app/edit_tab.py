@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 from . import html
+from .blocks import preview_of
 from .edit import MAX_SIDE, ImageEdit, edit
 from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
@@ -61,8 +62,7 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     if view is not None and view.state == "done":
         found = view.result
         return found.image, html.status(view), html.facts(found.run, found.why, found.unknown), *buttons(view)
-    update = view.preview if view is not None and view.preview is not None else gr.skip()
-    return update, html.status(view, HINT), "", *buttons(view)
+    return preview_of(view), html.status(view, HINT), "", *buttons(view)
 
 
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list[Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 from . import html
+from .blocks import preview_of
 from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result, result_pair, uploaded
 from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
@@ -94,8 +95,7 @@ class LargeTab(JobTab):
 def show(view: JobView | None) -> tuple[Any, ...]:
     """Image, pair, status, statistics, buttons."""
     if view is None or view.state != "done":
-        update = view.preview if view is not None and view.preview is not None else gr.skip()
-        return update, gr.skip(), html.status(view, HINT), "", *_buttons(view)
+        return preview_of(view), gr.skip(), html.status(view, HINT), "", *_buttons(view)
     found: UpscaleResult = view.result
     pair = gr.update(visible=False)
     if found.baseline is not None:

@@ -34,7 +34,7 @@ class HistoryPanel:
 
     @reports_errors()
     def refresh(self, owner: str) -> tuple[Any, Any, str]:
-        """The tab was opened: other tabs may have added images."""
+        """A job of the tab has ended, or the tab was opened: other tabs may have added images."""
         return self.updates(owner)
 
     @reports_errors(lambda message: (gr.skip(), html.failure(message), gr.skip(), gr.skip()))

@@ -10,6 +10,7 @@ from patchpar import PlanError
 from patchpar.models.files import EMBEDDED
 
 from . import html
+from .blocks import preview_of
 from .fields import Fields, Forms, captions, clears_error, image_fields, result
 from .forecast_panel import ForecastPanel
 from .handler_errors import reports_errors
@@ -17,7 +18,6 @@ from .history_panel import UNCHANGED, HistoryPanel
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
-from .job_updates import updates_of
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
 from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
@@ -28,7 +28,7 @@ HINT = "Press Generate, or ctrl-enter: a preview is shown after every step, run 
 
 def failed(message: str) -> tuple[Any, ...]:
     """Outputs of `show` for an error."""
-    return gr.skip(), html.failure(message), gr.skip(), *buttons(None), *UNCHANGED
+    return gr.skip(), html.failure(message), gr.skip(), *buttons(None)
 
 
 class ImageTab(JobTab):
@@ -37,7 +37,7 @@ class ImageTab(JobTab):
     kind = "image"
 
     def __init__(self, state: AppState) -> None:
-        super().__init__(state, show, failed)
+        super().__init__(state, show, lambda message: (*failed(message), *UNCHANGED))
         self.history = HistoryPanel(state)
 
     @reports_errors(lambda message: (html.failure(message), gr.skip(), gr.skip()))
@@ -85,11 +85,12 @@ class ImageTab(JobTab):
         async for update in self._updates(owner, job):
             yield update
 
-    async def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:
-        """The view of the job, and the history where it may have changed."""
-        async for view in updates_of(job, lambda view: view):
-            is_over = view is None or view.is_over
-            yield *show(view), *(self.history.updates(owner) if is_over else UNCHANGED)
+    async def _resume(self, owner: str) -> AsyncIterator[Any]:
+        """Outputs of the last job, and the history once it cannot grow."""
+        job = self._state.job_queue.job_of(owner, self.kind)
+        async for update in self._updates(owner, job):
+            is_over = job is None or job.view.is_over
+            yield *update, *(self.history.updates(owner) if is_over else UNCHANGED)
 
 
 def with_seeds(request: GenerateRequest, count: Any) -> list[GenerateRequest]:
@@ -104,8 +105,7 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     if view is not None and view.state == "done":
         image: JobImage = view.result
         return image.image, html.status(view), html.facts(image.run, image.why, image.unknown), *buttons(view)
-    update = view.preview if view is not None and view.preview is not None else gr.skip()
-    return update, html.status(view, HINT), "", *buttons(view)
+    return preview_of(view), html.status(view, HINT), "", *buttons(view)
 
 
 def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
@@ -130,13 +130,15 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
             history = tab.history.build(owner, fields, (image, status, facts))
     if state.workers.setup.model in EMBEDDED:
         captions(fields.prompt)
-    filled = [image, status, facts, start, cancel, *history]
+    filled = [image, status, facts, start, cancel]
     clears_error(status, HINT, [*fields.components, *chosen, count, *forms.loras])
     inputs = [owner, *chosen, traced, count, *fields.components, *forms.loras]
-    gr.on([start.click, fields.prompt.submit], tab.generate, inputs, filled, show_progress="hidden")
+    clicked = gr.on([start.click, fields.prompt.submit], tab.generate, inputs, filled, show_progress="hidden")
+    # An event of its own: with each message of the job the browser would update the history, too.
+    clicked.then(tab.history.refresh, owner, history, show_progress="hidden")
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     file.upload(tab.history.read, file, [status, *fields.components], show_progress="hidden")
-    return tab, filled
+    return tab, [*filled, *history]
 
 
 def _plan_fields(tab: ImageTab, state: AppState) -> tuple[list[Any], gr.Checkbox]:

@@ -9,7 +9,7 @@ from patchpar import PlanError
 
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_updates import updates_of
+from .job_updates import changes_of, updates_of
 from .state import AppState
 
 Show = Callable[[JobView | None], Any]
@@ -33,8 +33,8 @@ class JobTab:
         return self._state.job_queue.submit(owner, self.kind, work)
 
     def _updates(self, owner: str, job: Job | None) -> AsyncIterator[Any]:
-        """The tab's outputs after every change of the job; once without one."""
-        return updates_of(job, self._show)
+        """What changes of the tab's outputs with every change of the job; all of them once without one."""
+        return changes_of(updates_of(job, self._show))
 
     async def _resume(self, owner: str) -> AsyncIterator[Any]:
         async for update in self._updates(owner, self._state.job_queue.job_of(owner, self.kind)):

@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
+import gradio as gr
+
+from .blocks import Preview
 from .job_queue import Job, JobView
 
 BEGIN_SECONDS = 0.03
@@ -41,6 +44,23 @@ async def updates_of(job: Job | None, show: Callable[[JobView | None], Any]) -> 
                     await asyncio.wait_for(changed.wait(), PREVIEW_SECONDS)
             seen = job.view
             yield show(seen)
+
+
+async def changes_of(updates: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The updates of several outputs, each without those that are as in the one before: `gr.skip()` stands for them."""
+    last: Any = None
+    async for update in updates:
+        if isinstance(last, tuple):
+            yield tuple(gr.skip() if _is_same(*pair) else pair[1] for pair in zip(last, update, strict=True))
+        else:
+            yield update
+        last = update
+
+
+def _is_same(before: Any, value: Any) -> bool:
+    """Whether an output need not be sent again. Values that take time to compare, such as images, are sent."""
+    is_short = isinstance(value, str | Preview) or (isinstance(value, dict) and "value" not in value)
+    return before is value or (is_short and bool(before == value))
 
 
 def _lacks_preview(view: JobView, seen: JobView) -> bool:

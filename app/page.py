@@ -8,9 +8,10 @@ from typing import Any
 import gradio as gr
 
 from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab, video_tab
+from .blocks import PageBlocks
 from .defaults import Defaults, defaults_before, defaults_of
 from .fields import Forms
-from .handler_errors import ErrorReportingBlocks, reports_errors
+from .handler_errors import reports_errors
 from .history_panel import HISTORY_OUTPUTS
 from .job_queue import JobView
 from .job_updates import updates_of
@@ -52,7 +53,7 @@ def theme() -> Any:
 
 def build(state: AppState) -> gr.Blocks:
     """The whole page."""
-    with ErrorReportingBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
+    with PageBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
         forms = Forms(defaults_before(state.workers.setup.model), lambda: _known(state))
         owner, page_name, found, has_others = gr.State(""), *(gr.Textbox(visible="hidden") for _ in range(3))
         title = gr.HTML(heading(state))

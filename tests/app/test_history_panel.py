@@ -43,7 +43,10 @@ def last_of(displayed: Any) -> tuple[Any, ...]:
 
 
 def generate(state: AppState, count: int = 1, **changes: Any) -> tuple[Any, ...]:
-    return last_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", False, count, *fields(**changes)))
+    """Outputs of the button, then those of the history."""
+    tab = ImageTab(state)
+    outputs = last_of(tab.generate(OWNER, AUTOMATIC, "", "", False, count, *fields(**changes)))
+    return *outputs, *tab.history.refresh(OWNER)
 
 
 def selected(file: str) -> Any:

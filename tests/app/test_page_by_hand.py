@@ -41,13 +41,20 @@ PAINTED = """() => new Promise((resolve) => {
 })"""
 WATCHED = """() => {
   const times = {steps: {}, preview: null, pressed: null};
-  window.times = times;
+  let over;
+  window.times = new Promise((resolve) => { over = resolve; });
   document.querySelector("#image-generate").addEventListener("click", () => { times.pressed ??= performance.now(); });
-  new MutationObserver(() => {
+  const observer = new MutationObserver(() => {
     const step = document.querySelector("#image-status")?.textContent.match(/step (\\d+) of/)?.[1];
     if (step) times.steps[step] ??= performance.now();
-    if (document.querySelector("#image-result img")) times.preview ??= performance.now();
-  }).observe(document.body, {childList: true, subtree: true, characterData: true, attributes: true});
+    const image = times.pressed && document.querySelector("#image-result img")?.src;
+    if (image && image.startsWith("data:")) times.preview ??= performance.now();  // a finished image is a file
+    if (times.preview && document.querySelector("#image-status .done")) {
+      observer.disconnect();
+      over(times);
+    }
+  });
+  observer.observe(document.body, {childList: true, subtree: true, characterData: true, attributes: true});
 }"""
 
 
@@ -225,15 +232,22 @@ def test_it_is_painted_soon_after_the_server_says_it_is_up(browser: Any, record_
 
 @pytest.mark.breadth
 def test_the_first_preview_comes_with_the_first_step(opened: Any, record_property: Any) -> None:
+    """Of five images, one after the other: the machine is the ranks', the server's and the browser's."""
     page = opened()
     expect(page.locator("#ready")).to_be_hidden()
     fill(page, "Steps", 12)
+    runs = [_preview_and_step(page) for _ in range(5)]
+    in_steps = [preview / step for preview, step in runs]
+    for preview, step in runs:
+        record_property("steps_to_preview", f"{preview:.0f} ms, a step takes {step:.0f} ms: {preview / step:.2f} steps")
+    record_property("median_steps_to_preview", f"{median(in_steps):.2f}")
+    assert median(in_steps) <= BUSY * STEPS_TO_PREVIEW
+
+
+def _preview_and_step(page: Page) -> tuple[float, float]:
+    """Generate: ms from the click to the first preview, and from one step to the next."""
     page.evaluate(WATCHED)
     press(page, "image-generate")
-    done(page, "image")
-    times = page.evaluate("window.times")
+    times = page.evaluate("window.times")  # does not ask again and again meanwhile, as `done` does
     moments = [times["steps"][step] for step in sorted(times["steps"], key=int)]
-    step = median(after - before for before, after in pairwise(moments))
-    waited = times["preview"] - times["pressed"]
-    record_property("steps_to_preview", f"{waited:.0f} ms, a step takes {step:.0f} ms")
-    assert waited <= BUSY * STEPS_TO_PREVIEW * step
+    return times["preview"] - times["pressed"], median(after - before for before, after in pairwise(moments))
