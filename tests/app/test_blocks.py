@@ -36,8 +36,8 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def event_of(kind: type[gr.Blocks]) -> tuple[gr.Blocks, Any]:
     """A page of this kind, and its event."""
     with kind() as page:
-        button, shown, notes = gr.Button(), gr.Image(format="png"), gr.State("")
-        outputs = [shown, gr.HTML(), gr.Gallery(), gr.Column(), notes, gr.Slider(0, 9)]
+        button, output, notes = gr.Button(), gr.Image(format="png"), gr.State("")
+        outputs = [output, gr.HTML(), gr.Gallery(), gr.Column(), notes, gr.Slider(0, 9)]
         button.click(lambda: None, None, outputs)
     (event,) = page.fns.values()
     return page, event
@@ -96,12 +96,12 @@ def test_what_is_skipped_is_not_built_anew(uploads: Any, monkeypatch: pytest.Mon
 
 def test_a_preview_is_in_the_message_itself(uploads: Any) -> None:
     """The control: a finished image is a file, which keeps every value."""
-    (shown, *_), _ = outputs_of(PageBlocks, [Preview(IMAGE), *[gr.skip()] * 5])
+    (output, *_), _ = outputs_of(PageBlocks, [Preview(IMAGE), *[gr.skip()] * 5])
     assert not list(uploads.rglob("*.*"))
-    kind, _, data = shown["url"].partition(";base64,")
-    assert (kind, shown["path"]) == ("data:image/jpeg", None), "with a path Gradio would give it an address"
+    kind, _, data = output["url"].partition(";base64,")
+    assert (kind, output["path"]) == ("data:image/jpeg", None), "with a path Gradio would give it an address"
     assert Image.open(BytesIO(base64.b64decode(data))).size == IMAGE.size
-    (shown, *_), _ = outputs_of(PageBlocks, [IMAGE, *[gr.skip()] * 5])
+    (output, *_), _ = outputs_of(PageBlocks, [IMAGE, *[gr.skip()] * 5])
     assert [Image.open(path).tobytes() for path in uploads.rglob("*.png")] == [IMAGE.tobytes()]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
 import pytest
 from PIL import Image
 
@@ -33,10 +34,16 @@ def state() -> Iterator[AppState]:
 
 
 def last_of(displayed: Any) -> tuple[Any, ...]:
+    """What the outputs have at the end; one that an update skips stays as it is."""
+
     async def last() -> tuple[Any, ...]:
         found: tuple[Any, ...] = ()
         async for each in displayed:
-            found = each
+            if not isinstance(each, tuple):  # a single output
+                found = each
+                continue
+            kept = found or each
+            found = tuple(old if new == gr.skip() else new for old, new in zip(kept, each, strict=True))
         return found
 
     return asyncio.run(asyncio.wait_for(last(), 30))
