@@ -32,7 +32,8 @@ class KeptWork:
 
     `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
 
-    `drop`: frees what is kept. `size`: returns its bytes. `images`: how many images the job makes, for its progress. `ended`: called at its end.
+    `drop`: frees what is kept. `size`: returns its bytes. `images`: how many images the job makes, for its progress.
+    `ended`: called at its end.
     """
 
     kind: Kind
@@ -170,6 +171,12 @@ class KeptJobs:
             self.restore(kept)
         kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
         return kept
+
+    def has_key(self, owner: str, key: str) -> bool:
+        """Whether there is a job that its owner has sent with this key."""
+        with self._lock:
+            found = self._keys.get((owner, key)) if key else None
+            return found is not None and found[0] in self._jobs
 
     def _of_key(self, owner: str, key: str, digest: bytes) -> KeptJob | None:
         """Return the job that was sent with a key. Raises RequestError, 409, for one of another request."""

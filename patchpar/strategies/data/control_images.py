@@ -27,7 +27,9 @@ def listed_by_condition(pipe: Any, kwargs: Mapping[str, Any]) -> str:
     return name if isinstance(kwargs.get(name), list) else ""
 
 
-def divided_conditions(pipe: Any, name: str, value: list[Any], total: int, own: Callable[[list[Any]], list[Any]]) -> Any:
+def divided_conditions(
+    pipe: Any, name: str, value: list[Any], total: int, own: Callable[[list[Any]], list[Any]]
+) -> list[Any]:
     """Return the images for some of `total` prompts. `own`: their part of what has an entry for each prompt.
 
     Raises PlanError where the prompt of an image is unknown.
@@ -51,5 +53,7 @@ def _is_several(entry: Any) -> bool:
 
 def _one_each(what: str, images: Any, total: int) -> Any:
     if len(images) != total:
-        raise PlanError(f"{what} has {len(images)} images for {total} prompts: give one for all prompts, or one for each")
+        raise PlanError(
+            f"{what} has {len(images)} images for {total} prompts: give one for all, or one for each prompt"
+        )
     return images
