@@ -38,15 +38,29 @@ class ForecastPanel(JobTab):
         async for update in self._updates(owner, self.submit(owner, Fields.request(*fields))):
             yield update
 
+    async def _resume(self, owner: str) -> AsyncIterator[Any]:
+        """The table; the buttons, which are the tab's, only of a forecast that still runs."""
+        job = self._state.job_queue.job_of(owner, self.kind)
+        is_over = job is None or job.view.is_over
+        async for table, *both in self._updates(owner, job):
+            yield (table, gr.skip(), gr.skip()) if is_over else (table, *both)
+
+    @reports_errors(lambda _: "")
+    def ask(self, owner: str) -> str:
+        """Whether there is a forecast to get back: an event of the page fills only what it needs."""
+        return "" if self._state.job_queue.job_of(owner, self.kind) is None else "yes"
+
     def build(self) -> None:
         """Add the button and the table."""
         self.start = gr.Button("Forecast seconds, bytes and memory of presets", size="sm", elem_id="image-forecast")
         self.table = gr.HTML(elem_id="forecast-status")
 
     def connect(self, owner: gr.State, fields: Fields, start: gr.Button, cancel: gr.Button) -> None:
-        """Attach the handler. `start`, `cancel`: the tab's buttons, of which the second ends a forecast too."""
-        filled = [self.table, start, cancel]
+        """Attach the handlers. `start`, `cancel`: the tab's buttons, of which the second ends a forecast too."""
+        filled, has_job = [self.table, start, cancel], gr.Textbox(visible="hidden")
         self.start.click(self.forecast, [owner, *fields.components], filled, show_progress="hidden")
+        owner.change(self.ask, owner, has_job, show_progress="hidden")  # once a page knows its name
+        has_job.change(self.resume, owner, filled, show_progress="hidden")
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:

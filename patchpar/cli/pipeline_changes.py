@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
@@ -62,12 +61,13 @@ def scheduler_name(text: str) -> str:
 
 def change_pipeline(pipe: Any, lora: Sequence[str] | None, scheduler: str | None) -> None:
     """Load the LoRAs and set the scheduler on all ranks. Raises PlanError, and what diffusers raises for either."""
+    from patchpar.models.adapters import folder_and_name
+
     found = loras_of(lora)
     names = [f"lora{number}" for number in range(len(found))]
     for name, each in zip(names, found, strict=True):
-        path = Path(each.source).expanduser()
-        where = (str(path.parent), {"weight_name": path.name}) if path.is_file() else (each.source, {})
-        pipe.load_lora_weights(where[0], adapter_name=name, **where[1])
+        location, in_it = folder_and_name(each.source)
+        pipe.load_lora_weights(location, adapter_name=name, **in_it)
     if found:
         pipe.set_adapters(names, [each.scale for each in found])
     if scheduler is not None:

@@ -76,6 +76,7 @@ class ServeFlags:
     max_steps: Annotated[int, more("Most denoising steps of an image.")] = 150
     max_frames: Annotated[int, more("Longest video, in frames.")] = 257
     max_kept: Annotated[int, more("Results of jobs and videos that are kept.")] = 256
+    max_kept_gb: Annotated[float, more("GB that they take in memory and files.")] = 4.0
     ttl: Annotated[float, more("Seconds for which they are kept.")] = 3600.0
     files: Annotated[
         Path | None,
@@ -213,7 +214,9 @@ def _settings(request: ServeFlags) -> "ServerSettings":
         grace=request.grace,
         journal=request.journal,
         page_paths=PAGE_PATHS if request.app else (),
-        kept=KeptResults(seconds=request.ttl, count=request.max_kept, folder=request.files),
+        kept=KeptResults(
+            seconds=request.ttl, count=request.max_kept, gigabytes=request.max_kept_gb, folder=request.files
+        ),
         limits=RequestLimits(
             pixels=request.max_pixels,
             steps=request.max_steps,

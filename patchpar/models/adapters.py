@@ -78,6 +78,15 @@ def check_source(name: str, location: Any, subfolder: Any, file: Any) -> None:
         raise PlanError(f"{name}: {str(location)!r} is no local file or folder, and no hub name such as org/model")
 
 
+def folder_and_name(source: str) -> tuple[str, dict[str, str]]:
+    """Return the first argument of `load_lora_weights` for a LoRA, and the keyword arguments of one in a file.
+
+    diffusers takes a folder and the name of a file in it. Raises PlanError for a path that cannot be.
+    """
+    path = path_of(source)
+    return (str(path.parent), {"weight_name": path.name}) if path.is_file() else (source, {})
+
+
 def _check_name(name: str, file: Any) -> None:
     if file is not None and not str(file).endswith(SUFFIX):
         raise PlanError(f"{name}: {file} is no safetensors file, and anything else may be a pickle, {CONVERT}")

@@ -84,7 +84,7 @@ def resolve_model(
         options.setdefault("torch_dtype", "float32")
         model = embedded_model(str(model))
     if options.get("cache_dir") is not None:
-        options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
+        options["cache_dir"] = str(path_of(options["cache_dir"]).absolute())
     path = path_of(model).absolute()
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"))

@@ -10,6 +10,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.call_parameters import parameters_of, passes_on
 from patchpar.models.caption_words import caption_words
 from patchpar.models.few_steps import FewSteps, few_steps_of, path_of
+from patchpar.models.guiders import guider_branches
 from patchpar.plan.scalars import plain
 from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
 
@@ -48,7 +49,8 @@ class PipelineInfo:
     size; empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be
     split over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown.
     `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
-    `few_steps`: what a model that is distilled to few steps is called with; None for others, as far as is known.
+    `guider_branches`: see `models.guiders`. `few_steps`: what a model that is distilled to few steps is called with;
+    None for others, as far as is known.
     `known_words`: the words of prompts that an embedded model has learnt; empty for others.
     """
 
@@ -72,6 +74,7 @@ class PipelineInfo:
     latent_channels: int = 4
     decoded_bytes: int = 0
     guided_by_its_scale: bool = False
+    guider_branches: int | None = None
     few_steps: FewSteps | None = None
     known_words: frozenset[str] = frozenset()
 
@@ -84,6 +87,8 @@ class PipelineInfo:
 
         Perturbed attention (arXiv:2403.17377) adds one, and so does a scale for the image (arXiv:2211.09800).
         """
+        if self.guider_branches is not None:
+            return self.guider_branches
         perturbed = _number(kwargs.get(PERTURBED, self.parameters.get(PERTURBED))) > 0
         if not self._classifier_free(kwargs):
             return 1 + perturbed
@@ -138,6 +143,7 @@ def describe(pipe: Any) -> PipelineInfo:
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
+        guider_branches=guider_branches(pipe),
         few_steps=few_steps_of(pipe, config),
         known_words=caption_words(path_of(pipe)),
         networks={

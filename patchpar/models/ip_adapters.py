@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 
 from patchpar.errors import PlanError
 from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_strength, entry, several
-from patchpar.models.files import HUB_NAME, PICKLES, pickles_in, refuse_other_weights
+from patchpar.models.files import HUB_NAME, PICKLES, path_of, pickles_in, refuse_other_weights
 from patchpar.models.hub import fetched
 from patchpar.models.remote_code import refuse_code_of_network
 
@@ -107,7 +107,7 @@ def _encoder(owner: Any, given: Given, first: IPAdapter) -> ImageEncoderSource |
 
 def _folder_of(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> Path:
     """Return a local folder with the encoder, checked."""
-    here = Path(encoder.source).expanduser().absolute()
+    here = path_of(encoder.source).absolute()
     if not here.is_dir() and (here.exists() or not HUB_NAME.fullmatch(encoder.source)):
         raise PlanError(f"{METHOD}: {encoder} is no folder here and no hub name, so no image encoder, {WITHOUT}")
     if not here.is_dir():

@@ -48,6 +48,7 @@ class CallController:
         self.bound, self.kwargs = kwargs, dict(kwargs)
         self.progress = 0, 0
         self._owner, self._kind, self._output_module, self._previews = owner, kind, output_module, previews
+        self._previewed = 0  # the last step with a preview
         self._bar: Any = None
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] = {}
@@ -157,8 +158,10 @@ class CallController:
         """Report a finished step, or its latents, or keep what a rank has sent of a denoiser call."""
         if isinstance(event, (LatentsEvent, ImageEvent)):
             assert self._previews is not None, "ranks send them if they are wanted"
-            preview = event.latents if isinstance(event, LatentsEvent) else event.image
-            self._previews.receive(event.step, event.steps, preview)
+            if event.step > self._previewed:  # else of a call that is made again
+                self._previewed = event.step
+                preview = event.latents if isinstance(event, LatentsEvent) else event.image
+                self._previews.receive(event.step, event.steps, preview)
         elif isinstance(event, tuple):
             self._report(*event[1:])
         else:
@@ -178,7 +181,7 @@ class CallController:
 
     def _report(self, step: int, total: int) -> None:
         self._num_made = self._num_answered
-        if self.journal is not None and (step, total) <= self.progress:
+        if (step, total) <= self.progress:
             return  # of a call that is made again
         self.progress = step, total
         if self._on_step is not None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from patchpar.models.guiders import guider_branches
 from patchpar.models.info import PipelineInfo, describe
 from patchpar.strategies.data.split import why_one_batch
 from patchpar.strategies.structure.native_size import why_native_only
@@ -14,5 +15,9 @@ def described(pipe: Any) -> PipelineInfo:
 
 
 def set_by_attributes(pipe: Any) -> dict[str, Any]:
-    """Return the fields of a description that depend on attributes which can be set, such as the scheduler."""
-    return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}
+    """Return the fields of a description that depend on what can be set, such as the scheduler and a guider."""
+    return {
+        "native_only_reason": why_native_only(pipe),
+        "one_batch_reason": why_one_batch(pipe),
+        "guider_branches": guider_branches(pipe),
+    }

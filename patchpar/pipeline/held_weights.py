@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.collectives import AllGather, AxisComm, Communicator
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes, release_cached
 from patchpar.launch.host_memory import FreeMemory, free_memory
@@ -30,6 +30,7 @@ from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_store import refuse_without_host_memory
 from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import moved_by_all
 
 log = logging.getLogger(__name__)
 Held = Mapping[nn.Module, ShardedWeights | None]
@@ -153,12 +154,15 @@ class HeldWeights:
         if plan is None or not self._divides(plan):
             return False
         axis, is_loaded = self._axis(plan), casts is not None
+        together = not is_loaded and plan.world_size > 1
+        mesh = (self._connect(), self._all_of(plan)) if together else None
         casts = DeferredCasts() if casts is None else casts
         try:
-            self._refuse(pipe, plan, axis, together=not is_loaded and plan.world_size > 1)
+            self._refuse(pipe, plan, axis, mesh)
             self._plan, self._ranks, self._held = plan, None, {}
-            for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
-                self._held[network] = weights
+            with nullcontext() if mesh is None else moved_by_all(mesh):
+                for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
+                    self._held[network] = weights
         except BaseException:
             if axis.size == 1 and not is_loaded:  # a pipeline of the user's process
                 self.give_back()
@@ -167,17 +171,18 @@ class HeldWeights:
         casts.finish()
         return True
 
-    def _refuse(self, pipe: Any, plan: Plan, axis: Axis, *, together: bool) -> None:
-        """Raise what is wrong before anything changes, with `together` where it is on another rank of the plan too."""
-        refusal, own, mesh = None, 0, None
+    def _all_of(self, plan: Plan) -> Axis:
+        return Mesh(self._rank, range(plan.world_size), patch=plan.world_size)["patch"]
+
+    def _refuse(self, pipe: Any, plan: Plan, axis: Axis, mesh: AxisComm | None) -> None:
+        """Raise what is wrong before anything changes, with `mesh` where it is on another rank of the plan too."""
+        refusal, own = None, 0
         try:
             own = part_bytes(pipe, plan, axis, self._device)
         except PatchparError as error:
             refusal = error
-        if together:
-            mesh = self._connect(), Mesh(self._rank, range(plan.world_size), patch=plan.world_size)["patch"]
-            if not every_rank_has(mesh, "weights to divide", refusal is None):
-                raise refusal or UnsupportedModel("another rank cannot divide its weights, so that none does")
+        if mesh is not None and not every_rank_has(mesh, "weights to divide", refusal is None):
+            raise refusal or UnsupportedModel("another rank cannot divide its weights, so that none does")
         if refusal is not None:
             raise refusal
         if plan.weights == "hosted":

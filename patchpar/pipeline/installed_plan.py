@@ -275,9 +275,9 @@ class InstalledPlan:
             graphs.paused = paused
         return found
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return the context of a call of the pipeline."""
-        return nullcontext() if self.vaes is None else self.vaes.state.open()
+    def running(self, *, watched: bool = False) -> AbstractContextManager[None]:
+        """Return the context of a call of the pipeline, `watched` by a callback or not."""
+        return nullcontext() if self.vaes is None else self.vaes.state.open(watched=watched)
 
     def interrupted(self) -> AbstractContextManager[None]:
         """Return the context of a function of the caller within the call."""

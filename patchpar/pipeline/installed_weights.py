@@ -28,7 +28,7 @@ from patchpar.shard.weights.packed import copy_memory
 from patchpar.shard.weights.restored import restore_all
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import BlockStore
+from patchpar.shard.weights.stores import BlockStore, moved_by_all
 from patchpar.strategies.cfg.split import GuidanceSplit
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,8 @@ class InstalledWeights:
         try:
             with torch.inference_mode(mode=False):
                 store = self._store(network, self._same_features, on_the_host=True)
-                found = ShardedWeights(network, store, resident=self._plan.resident, copy=copy_memory)
+                with moved_by_all((self._comm, self._axis)):
+                    found = ShardedWeights(network, store, resident=self._plan.resident, copy=copy_memory)
                 found.times_whole = self._axis.size // self._same_features.size
                 self._join(found)
         finally:  # also where it is refused
@@ -180,7 +181,8 @@ class InstalledWeights:
     def _new(self, network: nn.Module) -> ShardedWeights:
         with torch.inference_mode(mode=False):  # slots are written to in calls without it too
             store = self._store(network, self._axis, on_the_host=False)
-            found = ShardedWeights(network, store, resident=self._plan.resident)
+            with moved_by_all((self._comm, self._axis)):
+                found = ShardedWeights(network, store, resident=self._plan.resident)
             self._join(found)
         return found
 

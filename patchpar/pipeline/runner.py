@@ -271,7 +271,7 @@ class PipelineRunner:
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed)
         call.changing = self._before_changes
         call.calls = recorder_for(self.pipe, options, installed, self.context)
-        with self._own_part(dict(kwargs)) as self._arguments, installed.running():
+        with self._own_part(dict(kwargs)) as self._arguments, installed.running(watched=watched):
             output = call.run(self._arguments)
         recorder.end_image()
         installed.finish()

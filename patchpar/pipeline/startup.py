@@ -15,6 +15,7 @@ from patchpar.launch.ray.executor import RayExecutor
 from patchpar.launch.shared_secret import check_trust, read_secret
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.models.files import path_of
 from patchpar.pipeline.graph_option import check_graphs
 from patchpar.plan.plan import Plan
 from patchpar.shard.vae.modes import check_mode
@@ -105,7 +106,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     """Return the checked arguments. Raises PlanError for an invalid one."""
     wanted = plan_of(plan)
     if isinstance(verify, (str, Path)):
-        verify = Path(verify).expanduser().absolute()  # workers may have another working directory
+        verify = path_of(verify).absolute()  # workers may have another working directory
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: use True, False, or a folder for the verification results")
     found = _devices_of(devices, wanted)
@@ -144,6 +145,8 @@ def _network_trust(secret_file: object, trusted_network: object) -> tuple[Path |
     Ranks of torchrun read the file where they connect, so that a bad one is known to all of them. Others need none, but
     a script that will run under torchrun has an error in it all the same.
     """
+    if isinstance(secret_file, (str, Path)):
+        secret_file = path_of(secret_file)
     secret, is_trusted = check_trust(secret_file, trusted_network)
     if secret is not None and torchrun_world() is None:
         read_secret(secret)

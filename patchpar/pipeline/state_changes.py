@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from patchpar.launch.replay import CallEffects, NamedAdapters
+from patchpar.models.files import path_of
 
 LOAD_SECONDS = 3600.0  # for a large model on a slow disk; a worker that dies is noticed at once all the same
 COMPUTES = frozenset(
@@ -120,6 +121,7 @@ def with_whole_paths(
     """Return a method's arguments with absolute paths, since later workers may have another working directory.
 
     Paths are Path objects, and strings that name what a `load_` method loads, if such a file or folder exists here.
+    Raises PlanError for one that cannot be.
     """
     loads = path.rpartition(".")[2].startswith("load_")
     whole = [_whole(value, loads and not index) for index, value in enumerate(args)]
@@ -131,9 +133,9 @@ def with_whole_paths(
 
 def _whole(value: Any, names_files: bool) -> Any:
     if isinstance(value, Path):
-        return value.expanduser().absolute()
+        return path_of(value).absolute()
     if names_files and isinstance(value, (list, tuple)):
         return type(value)(_whole(each, True) for each in value)
-    if names_files and isinstance(value, str) and Path(value).expanduser().exists():
-        return str(Path(value).expanduser().absolute())
+    if names_files and isinstance(value, str) and path_of(value).exists():
+        return str(path_of(value).absolute())
     return value

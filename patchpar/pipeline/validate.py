@@ -192,10 +192,11 @@ def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], d
     elif plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
-        raise PlanError(
-            f"plan {plan} splits guidance over axis 'cfg', but this call uses none: pass guidance_scale > 1 (with a "
-            "negative prompt where the pipeline wants one), or use cfg=1"
-        )
+        way_out = "pass guidance_scale > 1 (with a negative prompt where the pipeline wants one)"
+        if model.guider_branches is not None:
+            way_out = "set pipe.guider to one that guides, such as ClassifierFreeGuidance(guidance_scale=5.0)"
+        reason = f"plan {plan} splits guidance over axis 'cfg', but this call uses none"
+        raise PlanError(f"{reason}: {way_out}, or use cfg=1")
     if plan.data > 1:
         PromptSlice.of(kwargs, 0, plan.data)
 

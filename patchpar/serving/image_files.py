@@ -27,6 +27,7 @@ class ImageFiles:
 
     def __init__(self, kept: KeptResults) -> None:
         self._folder, self._seconds, self._most = kept.folder, kept.seconds, kept.count * MAX_IMAGES
+        self._most_bytes = kept.bytes
 
     def check(self, response_format: str | None) -> None:
         """Raise RequestError for a link where there is no folder."""
@@ -41,7 +42,7 @@ class ImageFiles:
     def store(self, data: bytes, output_format: OutputFormat) -> str:
         """Write an image, and return the path of its link."""
         assert self._folder is not None, "requests for links are checked"
-        self._sweep()
+        self._sweep(len(data))
         name = f"{PREFIX}{secrets.token_hex(NAME_BYTES)}.{output_format}"
         beside = self._folder / f".{name}"
         try:
@@ -68,17 +69,20 @@ class ImageFiles:
             return time.time() - path.stat().st_mtime <= self._seconds
         return False
 
-    def _sweep(self) -> None:
-        """Delete files that have expired, and the oldest ones where there are as many as are kept."""
-        files = sorted(self._files(), reverse=True)
-        for number, (_, path) in enumerate(files):
-            if number + 1 >= self._most or not self._is_kept(path):
+    def _sweep(self, added: int) -> None:
+        """Delete files that have expired, and the oldest ones that leave no room for another one of `added` bytes."""
+        taken = added
+        for number, (_, path, size) in enumerate(sorted(self._files(), reverse=True)):
+            taken += size
+            if number + 1 >= self._most or taken > self._most_bytes or not self._is_kept(path):
                 with suppress(OSError):
                     path.unlink()
 
-    def _files(self) -> Iterator[tuple[float, Path]]:
+    def _files(self) -> Iterator[tuple[float, Path, int]]:
+        """Yield when a file was written, its path, and its bytes."""
         assert self._folder is not None
         for path in self._folder.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 if NAME.fullmatch(path.name):
-                    yield path.stat().st_mtime, path
+                    facts = path.stat()
+                    yield facts.st_mtime, path, facts.st_size

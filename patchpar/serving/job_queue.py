@@ -103,15 +103,26 @@ class WorkQueue:
         """Append a job that takes so much of the capacity. Raises QueueClosed, and QueueFull if too many jobs wait.
 
         `facts`: what `choose` has to know of it. `source`, `kept`: see Job; one that goes on is never one too many.
-        `admit` gets the jobs that wait, and raises for one that is not to wait with them.
+        `admit`: see `check_room`.
         """
         with self._changed:
             self._drop_ended()
-            admit(tuple(self._waiting))
-            if len(self._waiting) >= self._most and kept is None:
-                raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
+            if kept is None:
+                self.check_room(admit)
             job = Job(work, min(takes, self._capacity), facts=facts, source=source, kept=kept)
             return self._insert(job, len(self._waiting))
+
+    def check_room(self, admit: Callable[[Sequence[Job]], object] = lambda _: None) -> None:
+        """Raise QueueClosed, or QueueFull if too many jobs wait for another one.
+
+        `admit` gets the jobs that wait, and raises for one that is not to wait with them.
+        """
+        with self._changed:
+            self.check_open()
+            self._drop_ended()
+            admit(tuple(self._waiting))
+            if len(self._waiting) >= self._most:
+                raise QueueFull(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
 
     def put_first(self, work: Callable[[Job], Any], *, takes: int = 1) -> Job:
         """Insert a job before all that wait, whatever `choose` says and however many wait. Raises QueueClosed."""

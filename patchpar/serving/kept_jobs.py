@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ class KeptWork:
 
     `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
 
-    `drop`: frees what is kept. `images`: how many images the job makes, for its progress. `ended`: called at its end.
+    `drop`: frees what is kept. `size`: returns its bytes. `images`: how many images the job makes, for its progress.
+    `ended`: called at its end.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class KeptWork:
     call: Any
     finish: Callable[[str, Any], Any]
     drop: Callable[[Any], object] = lambda _: None
+    size: Callable[[Any], int] = lambda _: 0
     images: int = 1
     route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
@@ -58,6 +60,8 @@ class KeptJob:
         """Of the Idempotency-Key that it was sent with."""
         self.completed_at: int | None = None
         self.result: Any = None
+        self.bytes = 0
+        """Of its result."""
         self.error: Exception | None = None
         self._end: Status | None = None
         self.ended = threading.Event()
@@ -69,6 +73,7 @@ class KeptJob:
         """Return a job that an earlier server has finished."""
         kept = cls(work, _ended_job(steps, steps), name=name, created_at=created_at)
         kept.result, kept.completed_at, kept._end = result, completed_at, "completed"
+        kept.bytes = work.size(result)
         kept.ended.set()
         return kept
 
@@ -97,6 +102,7 @@ class KeptJob:
         """Take the outcome of its job, and free the job's own copy of the result."""
         try:
             self.result = self.work.finish(self.id, outcome.result())
+            self.bytes = self.work.size(self.result)
             end: Status = "completed"
         except Journaled as error:  # the next server goes on with it, under the same ID
             self.error = error
@@ -165,6 +171,12 @@ class KeptJobs:
             self.restore(kept)
         kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
         return kept
+
+    def has_key(self, owner: str, key: str) -> bool:
+        """Whether there is a job that its owner has sent with this key."""
+        with self._lock:
+            found = self._keys.get((owner, key)) if key else None
+            return found is not None and found[0] in self._jobs
 
     def _of_key(self, owner: str, key: str, digest: bytes) -> KeptJob | None:
         """Return the job that was sent with a key. Raises RequestError, 409, for one of another request."""
@@ -241,6 +253,7 @@ class KeptJobs:
         kept.work.ended(kept)
         with self._lock:
             is_kept = kept.id in self._jobs
+            self._sweep()
         if not is_kept:  # deleted meanwhile
             self._drop(kept)
 
@@ -250,7 +263,7 @@ class KeptJobs:
             kept.work.drop(result)
 
     def _sweep(self) -> None:
-        """Drop jobs that have expired, and beyond the limit the oldest ones of who has most. Needs the lock."""
+        """Drop jobs that have expired, and beyond the limits the oldest ones of who has most. Needs the lock."""
         now = time.time()
         late, ended = list[KeptJob](), defaultdict[str, deque[KeptJob]](deque)
         for each in (each for each in self._jobs.values() if each.ended.is_set() and not each.work.is_awaited):
@@ -260,7 +273,16 @@ class KeptJobs:
                 ended[each.work.owner].append(each)
         for _ in range(sum(map(len, ended.values())) - self._limits.count):
             late.append(max(ended.values(), key=len).popleft())
+        late += self._too_large(ended.values())
         for kept in late:
             del self._jobs[kept.id]
             self._drop(kept)
         self._keys = {key: found for key, found in self._keys.items() if found[0] in self._jobs}
+
+    def _too_large(self, by_owner: Collection[deque[KeptJob]]) -> Iterator[KeptJob]:
+        """Yield the oldest results of who takes most, until the others take no more bytes than are kept, or are one."""
+        taken = {id(jobs): sum(kept.bytes for kept in jobs) for jobs in by_owner}
+        while sum(taken.values()) > self._limits.bytes and sum(map(len, by_owner)) > 1:
+            jobs = max(by_owner, key=lambda jobs: taken[id(jobs)])
+            taken[id(jobs)] -= jobs[0].bytes
+            yield jobs.popleft()

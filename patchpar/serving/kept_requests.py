@@ -81,6 +81,7 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
         call=calls,
         finish=partial(_stored if is_video else _response, service, later.wanted, calls),
         drop=StoredVideo.delete if is_video else partial(_delete_files, service),
+        size=_bytes_of,
         images=getattr(later.wanted, "n", None) or 1,
         route=later.route,
         ended=partial(_ended, service),
@@ -141,12 +142,20 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
         call=[EarlierRequest(EarlierCall(found.seed))],
         finish=lambda _, done: done,
         drop=partial(_dropped, service, found.id),
+        size=_bytes_of,
         route=found.route,
     )
     times = {"created_at": found.created_at, "completed_at": found.completed_at}
     kept = KeptJob.finished(work, result, name=found.id, steps=found.steps, **times)
     kept.key, kept.digest = found.key, bytes.fromhex(found.digest)
     return kept
+
+
+def _bytes_of(result: Any) -> int:
+    """Return what a result takes: a video in its folder, images in memory. Raises OSError."""
+    if isinstance(result, StoredVideo):
+        return result.bytes
+    return sum(len(each.get("b64_json", "")) for each in result["data"])
 
 
 def _dropped(service: ImageService, name: str, result: Any) -> None:

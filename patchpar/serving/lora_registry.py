@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PatchparError, PlanError
+from patchpar.models.adapters import folder_and_name
 from patchpar.serving.pipeline_fields import MAX_SCALE, LoraField
 from patchpar.serving.request_error import RequestError, nearest
 
@@ -39,10 +39,9 @@ class RegisteredLora:
         """
         if METHOD not in pipe.description.methods:
             raise PlanError(f"LoRA {self.name}: this model, a {pipe.description.pipeline}, takes no LoRAs")
-        path = Path(self.source).expanduser()
-        where = (str(path.parent), {"weight_name": path.name}) if path.is_file() else (self.source, {})
+        location, in_it = folder_and_name(self.source)
         try:
-            pipe.load_lora_weights(where[0], adapter_name=self.name, **where[1])
+            pipe.load_lora_weights(location, adapter_name=self.name, **in_it)
             if not any(self.name in names for names in pipe.get_list_adapters().values()):
                 raise ValueError("it has no weights for the networks of this model")
             pipe.disable_lora()

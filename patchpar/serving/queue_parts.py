@@ -7,6 +7,7 @@ from typing import Any
 
 from patchpar.serving.job import Job
 from patchpar.serving.job_source import JobSource
+from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServerSettings
 
@@ -21,9 +22,12 @@ class QueuePart:
     @classmethod
     def of(cls, source: Any) -> "QueuePart | None":
         """Return whose job it is by its source; None for a job of no request."""
-        if not isinstance(source, JobSource):
-            return None
-        return cls(source.owner, source.request.user or source.request.safety_identifier or "")
+        return cls.of_request(source.request, source.owner) if isinstance(source, JobSource) else None
+
+    @classmethod
+    def of_request(cls, request: PipelineFields, owner: str) -> "QueuePart":
+        """Return whose request it is."""
+        return cls(owner, request.user or request.safety_identifier or "")
 
 
 def by_priority(waiting: Iterable[Job]) -> Counter[int]:
@@ -31,13 +35,11 @@ def by_priority(waiting: Iterable[Job]) -> Counter[int]:
     return Counter(getattr(job.facts, "priority", 0) for job in waiting)
 
 
-def check_part(source: JobSource, settings: ServerSettings, seconds: Callable[[], int], waiting: Sequence[Job]) -> None:
+def check_part(own: QueuePart, settings: ServerSettings, seconds: Callable[[], int], waiting: Sequence[Job]) -> None:
     """Raise RequestError, 429, for a request of a key or a user of whom as many wait as may.
 
     `seconds` returns those after which clients may try again.
     """
-    own = QueuePart.of(source)
-    assert own is not None, "it is of a request"
     others = [part for job in waiting if (part := QueuePart.of(job.source)) is not None and part.key == own.key]
     _check(len(others), settings.max_per_key, "of this API key", seconds)
     if own.user:

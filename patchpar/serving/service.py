@@ -1,7 +1,7 @@
 """What a server does, without HTTP: loads a model, checks and queues requests, keeps results, drains."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.model_facts import model_facts
 from patchpar.serving.pipeline_fields import PipelineFields
-from patchpar.serving.queue_parts import by_priority, check_part
+from patchpar.serving.queue_parts import QueuePart, by_priority, check_part
 from patchpar.serving.ranks_in_service import check_removable, check_removed, put_back_rank, remove_rank
-from patchpar.serving.refusals import draining, loading
+from patchpar.serving.refusals import check_name, draining, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import RequestJournal
 from patchpar.serving.scheduler import JobFacts, JobScheduler
@@ -125,8 +125,7 @@ class ImageService:
             ranks=self.generator.ranks,
             why_no_decoder=self.generator.why_no_decoder,
         )
-        ranks = self.generator.ranks
-        self.generator.pings.start(ranks.is_idle, self._lose, ranks.is_overdue)
+        self.generator.pings.start(self.generator.ranks.is_idle, self._lose, self.generator.ranks.is_overdue)
 
     def submit(
         self,
@@ -182,19 +181,28 @@ class ImageService:
         self, source: JobSource, call: ImageCall, work: Callable[[Job], Any], kept: UnfinishedCall | None
     ) -> Job:
         """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
-        served = self.generator.served
-        facts = facts_of(source.request, call, served, self.generator.description, self.settings.policy)
+        facts = facts_of(source.request, call, self.served, self.generator.description, self.settings.policy)
         if kept is None:
             self.scheduler.check_deadline(facts)
+        admit, takes = self._admit(source.request, source.owner), call.devices_of(self.served)
+        with self._refusing():
+            return self._queue.append(work, takes=takes, facts=facts, source=source, kept=kept, admit=admit)
+
+    def check_room(self, request: PipelineFields, owner: str, key: str = "") -> None:
+        """Raise RequestError as `submit` would now, whatever comes with the request; not for a `key` of KeptJobs."""
+        self._open_rules(request, is_earlier=False)
+        if not self.kept.has_key(owner, key):
+            with self._refusing():
+                self._queue.check_room(self._admit(request, owner))
+
+    def _admit(self, request: PipelineFields, owner: str) -> Callable[[Sequence[Job]], None]:
+        return partial(check_part, QueuePart.of_request(request, owner), self.settings, self._retry)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Raise what the queue refuses as a RequestError, 503."""
         try:
-            return self._queue.append(
-                work,
-                takes=call.devices_of(served),
-                facts=facts,
-                source=source,
-                kept=kept,
-                admit=(lambda _: None) if kept is not None else partial(check_part, source, self.settings, self._retry),
-            )
+            yield
         except QueueFull as error:
             raise RequestError(str(error), status=503, code="queue_full", retry_after=self._retry()) from None
         except QueueClosed:
@@ -206,13 +214,7 @@ class ImageService:
 
     def check_name(self, name: str) -> None:
         """Raise RequestError, 404, for a model that is not served."""
-        if name != self.name:
-            raise RequestError(
-                f"model {name[:80]!r} is not served here: there is {self.name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        check_name(name, self.name)
 
     def append_page_job(self, work: Callable[[Job], Any]) -> Job:
         """Append a job of the page, which takes all devices. Raises PatchparError where it cannot be queued."""
@@ -258,10 +260,8 @@ class ImageService:
     def _alone(self, work: Callable[[Job], Any]) -> Job:
         if self._rules is None:
             raise loading()
-        try:
+        with self._refusing():
             return self._queue.put_first(self._on_all_ranks(work), takes=self._devices)
-        except QueueClosed:
-            raise draining() from None
 
     def drain(self, seconds: float) -> bool:
         """Accept nothing more, and finish what was accepted within `seconds`. Return whether it has all ended."""

@@ -125,11 +125,14 @@ class RequestLimits:
 class KeptResults:
     """How long results of jobs are kept, in seconds, and how many; the oldest ones go first.
 
-    `folder`: of videos; None is one that is deleted at the end. Raises PlanError for a limit below 1, or no folder.
+    `gigabytes`: of 10^9 bytes, what results in memory and videos take together, and files of images by themselves.
+    `folder`: of videos; None is one that is deleted at the end. Raises PlanError for a limit that is too low, or no
+    folder.
     """
 
     seconds: float = 3600.0
     count: int = 256
+    gigabytes: float = 4.0
     folder: Path | None = None
 
     def __post_init__(self) -> None:
@@ -137,8 +140,15 @@ class KeptResults:
             raise PlanError(f"--ttl {self.seconds:g}: it must be a finite number of seconds, at least 1")
         if not is_whole(self.count):
             raise PlanError(f"--max-kept {self.count}: it must be at least 1")
+        if not 0 < self.gigabytes < float("inf"):
+            raise PlanError(f"--max-kept-gb {self.gigabytes:g}: it must be a finite number of gigabytes above 0")
         if self.folder is not None and not self.folder.is_dir():
             raise PlanError(f"--files {self.folder}: there is no such folder; make it first")
+
+    @property
+    def bytes(self) -> int:
+        """What `gigabytes` are in bytes."""
+        return int(self.gigabytes * 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,11 @@ class StoredVideo:
         """The length of the video."""
         return self.frames / self.fps
 
+    @property
+    def bytes(self) -> int:
+        """What the video takes in its folder."""
+        return self.file.stat().st_size
+
     def delete(self) -> None:
         """Delete the files."""
         for path in (self.file, self.thumbnail):

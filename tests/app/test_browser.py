@@ -96,6 +96,21 @@ def test_many_quick_clicks_are_one_job(opened: Any) -> None:
     done(page, "image")  # nothing waited behind it
 
 
+@pytest.mark.breadth  # as test_preset_forecasts holds it of handlers and of the page's events
+def test_a_forecast_comes_back_after_a_reload(opened: Any) -> None:
+    page = opened()
+    small(page, steps=2)
+    press(page, "image-forecast")
+    table = page.locator("#forecast-status table")
+    expect(table).to_be_visible(timeout=4 * TIMEOUT_MS)
+    text = table.inner_text()
+    page.reload()
+    expect(table).to_be_visible()
+    assert table.inner_text() == text
+    press(page, "image-generate")
+    done(page, "image")
+
+
 @pytest.mark.breadth  # as test_job_queue holds it of handlers; it computes for as long as the browser takes
 def test_a_page_that_is_reloaded_goes_on_with_its_run_and_says_that_it_is_busy(opened: Any) -> None:
     page = opened()

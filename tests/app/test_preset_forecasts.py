@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gradio as gr
 import pytest
 
 from app import preset_forecasts
+from app.forecast_panel import ForecastPanel
+from app.page import build as build_page
 from app.preset_forecasts import HEAD, forecast_presets
 from app.presets import presets_for
 from app.requests import GenerateRequest
@@ -28,6 +33,7 @@ from tests.unit.test_measured_machine import DEVICE
 LINKS = (LinkClass(pairs=((0, 1),), latency=1e-5, rate=1e9),)
 MACHINE = MeasuredMachine(device=replace(DEVICE, memory=2**40), devices=2, links=LINKS)
 TWO = devices_of("cpu:2")
+OWNER = "a-page"
 REQUEST = GenerateRequest(prompt="a fox", steps=10, height=128, width=128)
 JOB: Any = SimpleNamespace(check=lambda: None, show=lambda **_: None)
 
@@ -99,6 +105,50 @@ def test_what_a_preset_cannot_run_is_said(workers: Any, kept: KeptMachines, plan
     assert set(found["Fast links"][2:]) == {""}
     with pytest.raises(PlanError, match="no multiple of"):
         forecast_presets(workers, JOB, replace(REQUEST, width=100), kept)
+
+
+def resumed(panel: ForecastPanel) -> list[Any]:
+    """What a page that is reloaded gets, up to the end of its job."""
+
+    async def updates() -> list[Any]:
+        return [each async for each in panel.resume(OWNER)]
+
+    return asyncio.run(asyncio.wait_for(updates(), 30))
+
+
+def test_a_forecast_comes_back_after_a_reload(
+    state: Any, workers: Any, kept: KeptMachines, planned: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running or done. The buttons are the tab's: those of another job of the page stay as they are."""
+    began, go, panel = threading.Event(), threading.Event(), ForecastPanel(state)
+
+    def slow(_: Any, job: Any, request: GenerateRequest) -> Any:
+        began.set()
+        assert go.wait(20)
+        return forecast_presets(workers, job, request, kept)
+
+    monkeypatch.setattr("app.forecast_panel.forecast_presets", slow)
+    assert panel.ask(OWNER) == ""
+    assert resumed(panel) == [("", gr.skip(), gr.skip())]
+    panel.submit(OWNER, REQUEST)
+    assert began.wait(20)
+    assert panel.ask(OWNER) == "yes"
+    threading.Timer(0.2, go.set).start()
+    first, *_, (table, start, cancel) = resumed(panel)
+    assert (first[1]["interactive"], first[2]["interactive"]) == (False, True)
+    assert "One device" in table
+    assert (start["interactive"], cancel["interactive"]) == (True, False)
+    assert resumed(panel) == [(table, gr.skip(), gr.skip())]
+
+
+def test_the_page_asks_for_a_forecast_once_it_knows_its_name(state: Any) -> None:
+    page = build_page(state).get_config_file()
+    (table,) = (each["id"] for each in page["components"] if each["props"].get("elem_id") == "forecast-status")
+    owners = [each["id"] for each in page["components"] if each["type"] == "state"]
+    asking = [each for each in page["dependencies"] if each["targets"] == [(owners[0], "change")]]
+    answered = [(output, "change") for each in asking for output in each["outputs"]]
+    resuming = [each for each in page["dependencies"] if set(each["targets"]) & set(answered)]
+    assert [each["outputs"][0] for each in resuming] == [table]
 
 
 @pytest.mark.breadth

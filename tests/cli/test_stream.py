@@ -221,6 +221,10 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--input", "."), "--input .: this folder has no images"),
         (("--model", "m", "-o", "a.mp4", "--input", "text.mp4"), "--input text.mp4 cannot be read as a video"),
         (("--model", "none", "-o", "a.mp4"), "'none' is no model"),
+        (
+            ("-o", "a.mp4", "--seconds", "1", "--lora", "~nobody-of-this-name/x"),
+            "'~nobody-of-this-name/x' is no valid path",
+        ),
         (("--audio", "page", "-o", "a.mp4"), "--audio page: the page that sends it is that of --ws: add --ws 8000"),
         (("--input", "page", "-o", "a.mp4"), "--input page: the page that sends it is that of --ws: add --ws 8000"),
         (("--webrtc", "-o", "a.mp4"), "--webrtc: it is the page of --ws that plays so: add --ws 8000"),

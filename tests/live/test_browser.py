@@ -16,6 +16,7 @@ from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophon
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
+from tests.breadth import first_of
 from tests.live.test_pages import until
 from tests.live.test_video import RATE, speech
 
@@ -126,3 +127,61 @@ def test_the_page_sends_its_microphone_and_its_camera(page: Any) -> None:
     finally:
         screen.close()
     page.wait_for_function("document.querySelectorAll('button').length === 0")
+
+
+LENDING = """
+  const lend = navigator.mediaDevices.getUserMedia.bind(navigator.mediaDevices);
+  window.lent = [];
+  navigator.mediaDevices.getUserMedia = async wanted => {
+    const stream = await lend(wanted);
+    window.lent.push(...stream.getTracks());
+    return stream;
+  };
+"""
+"""Notes what the browser has lent to the page."""
+FAILURES = {
+    "microphone": """
+      const send = WebSocket.prototype.send;
+      WebSocket.prototype.send = function (data) {
+        if (String(data).includes("audio_begin")) throw new Error("it fails here");
+        return send.call(this, data);
+      };
+    """,
+    "camera": """
+      const play = HTMLMediaElement.prototype.play;
+      HTMLMediaElement.prototype.play = function () {
+        return this.srcObject ? Promise.reject(new Error("it fails here")) : play.call(this);
+      };
+    """,
+}
+
+
+@pytest.mark.parametrize("name", first_of(FAILURES, "microphone"))
+def test_what_cannot_be_sent_is_given_back(page: Any, name: str) -> None:
+    """Otherwise the microphone would stay on, with nothing on the page that says so or switches it off."""
+    inputs = PageInputs(microphone=PageMicrophone(), camera=PageCamera())
+    screen = VideoScreen(HOME, 0, 20, RATE, inputs)
+    screen.open()
+    page.add_init_script(LENDING + FAILURES[name])
+    try:
+        page.goto(screen.page.url)
+        page.get_by_role("button", name=f"Use the {name}").click()
+        page.wait_for_function(f"line.textContent === 'the {name} cannot be used: it fails here'")
+        page.get_by_role("button", name=f"Use the {name}").wait_for()
+        assert page.evaluate("window.lent.map(each => each.readyState)") == ["ended"]
+    finally:
+        screen.close()
+
+
+def test_a_microphone_that_is_stopped_while_it_begins_is_off(page: Any) -> None:
+    screen = VideoScreen(HOME, 0, 20, RATE, PageInputs(microphone=PageMicrophone()))
+    screen.open()
+    page.add_init_script(LENDING)
+    try:
+        page.goto(screen.page.url)
+        page.evaluate("document.getElementById('microphone').click(), document.getElementById('microphone').click()")
+        page.wait_for_function("window.lent.length === 1")
+        page.get_by_role("button", name="Use the microphone").wait_for()
+        page.wait_for_function("window.lent[0].readyState === 'ended'")
+    finally:
+        screen.close()

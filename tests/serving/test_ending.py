@@ -80,6 +80,7 @@ def test_a_signal_finishes_what_was_accepted(number: signal.Signals, raised: int
         (["embedded", "--policy", "fifo"], "latency, throughput, deadline"),
         (["embedded", "--ttl", "0"], "--ttl"),
         (["embedded", "--max-kept", "0"], "--max-kept"),
+        (["embedded", "--max-kept-gb", "0"], "--max-kept-gb"),
         (["embedded", "--max-frames", "0"], "--max-frames"),
         (["embedded", "--files", "/nothing"], "no such folder"),
         (["embedded", "--admin-key-file", "/nothing"], "--admin-key-file"),

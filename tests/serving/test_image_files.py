@@ -81,6 +81,16 @@ def test_without_a_folder_there_are_no_links(fake: Any) -> None:
     service.close()
 
 
+def test_files_take_no_more_bytes_than_are_kept(tmp_path: Path) -> None:
+    files = ImageFiles(KeptResults(folder=tmp_path, gigabytes=10e-9))
+    links = [files.store(bytes(4), "png") for _ in range(2)]
+    os.utime(tmp_path / links[0].rpartition("/")[2], (time.time() - 100,) * 2)
+    files.store(bytes(6), "png")
+    with pytest.raises(RequestError, match="expired"):
+        files.find(links[0].rpartition("/")[2])
+    assert files.find(links[1].rpartition("/")[2]).read_bytes() == bytes(4)
+
+
 def test_the_oldest_files_go_first(tmp_path: Path) -> None:
     files = ImageFiles(KeptResults(folder=tmp_path, count=1))
     links = [files.store(bytes([number]), "png") for number in range(MAX_IMAGES)]

@@ -208,6 +208,16 @@ def test_bad_messages_end_nothing(editing: Any) -> None:
         assert received(socket)[1].size == (64, 64)
 
 
+def test_a_full_queue_refuses_an_image_before_it_is_decoded(editing: Any) -> None:
+    client, _, service = editing
+    service._queue._most = 0
+    with client.websocket_connect(PATH, headers=HOST) as socket:
+        socket.send_json(SETTINGS)
+        socket.receive_json()
+        socket.send_bytes(b"no image")
+        assert socket.receive_json()["error"]["code"] == "queue_full", "not that it is no image"
+
+
 def test_a_model_that_takes_no_image(client: Any) -> None:
     with client.websocket_connect(PATH, headers=HOST) as socket:
         socket.send_json({"prompt": "a"})

@@ -192,6 +192,49 @@ def test_administrators_need_a_key_of_their_own(fake: Any, client: Any) -> None:
     service.close()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "left"),
+    [
+        ([("one", 9)], ["one 0"]),
+        ([("one", 3), ("many", 3), ("many", 3), ("many", 3)], ["one 0", "many 2", "many 3"]),
+        ([("one", 2), ("one", 2), ("large", 8)], ["one 0", "one 1"]),
+    ],
+)
+def test_results_take_no_more_bytes_than_are_kept(sizes: list[tuple[str, int]], left: list[str]) -> None:
+    """Who takes most loses the oldest ones first, as soon as there are too many. One alone is kept."""
+    kept = KeptJobs(KeptResults(gigabytes=9e-9 if len(sizes) > 1 else 1e-9))
+    dropped = list[int]()
+    found = []
+    for owner, size in sizes:
+        work = KeptWork(
+            kind="job",
+            owner=owner,
+            request=None,
+            call=None,
+            finish=lambda _, made: made,
+            size=lambda made: made,
+            drop=dropped.append,
+        )
+        found.append(kept.add(work, lambda size=size: Job(lambda _: size)))
+        found[-1].job.run()
+        assert found[-1].ended.wait(20)
+    stays = {each.id for each in kept.close()}
+    assert [f"{each.work.owner} {number}" for number, each in enumerate(found) if each.id in stays] == left
+    assert len(dropped) == len(sizes) - len(left)
+
+
+def test_images_in_memory_and_files_of_videos_are_counted(fake: Any) -> None:
+    service = ImageService(fake, ServerSettings(kept=KeptResults(gigabytes=1e-9)))
+    service.load()
+    client = client_of(application(service))
+    names = []
+    for _ in range(2):
+        names.append(client.post(LATER, json=BODY).json()["id"])
+        finished(client, names[-1])
+    assert [client.get(f"/v1/jobs/{name}").status_code for name in names] == [404, 200]
+    service.close()
+
+
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_a_result_that_is_awaited_is_there_whatever_the_limit(is_awaited: bool) -> None:
     """As of a video whose client waits for the file while another one ends. Otherwise only the last one is kept."""

@@ -150,6 +150,8 @@ def test_slots_idle_streams_and_the_end(client: Any, streams: StreamService, mon
     response = client.post(STREAMS, json=SHORT)
     assert error_of(response, 503)["code"] == "queue_full"
     assert response.headers["retry-after"]
+    undecoded = client.post(STREAMS, files={"reference": ("a.png", b"none")}, data={"seed": "1"})
+    assert error_of(undecoded, 503)["code"] == "queue_full", "not that it is no image"
     assert client.get(f"{STREAMS}/{first}").json()["status"] != "cancelled"
     monkeypatch.setattr(live_stream, "IDLE_SECONDS", 0.6)
     until(lambda: client.get(f"{STREAMS}/{first}").json()["status"] == "cancelled", "it to end")

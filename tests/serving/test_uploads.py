@@ -26,7 +26,7 @@ from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
 from patchpar.serving.uploaded_image import Uploads, check_mask, check_upload
 from tests.serving.fakes import MODEL, FakeGenerator
-from tests.serving.requests import PATH, client_of, until
+from tests.serving.requests import PATH, client_of, is_busy, until
 from tests.serving.test_http import error_of
 
 EDITS = "/v1/images/edits"
@@ -257,6 +257,29 @@ def test_any_form_is_read_or_refused(begun: Any, count: int) -> None:
         response = client.post(EDITS, content=bytes(body), headers={"Content-Type": "multipart/form-data; boundary=x"})
         assert response.status_code < 500, (response.text, bytes(body)[:300])
         assert response.status_code == 200 or "error" in json.loads(response.text)
+
+
+def test_a_full_queue_refuses_uploads_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a request that has been accepted, and is sent again."""
+    client, fake, service = served(image=None)
+    service._queue._most = 1
+    later, keyed = f"{EDITS}?async=true", {"Idempotency-Key": "one"}
+    decoded, check = list[int](), images.check_upload
+    monkeypatch.setattr(images, "check_upload", lambda *args: decoded.append(1) or check(*args))
+    fake.gate.clear()
+    try:
+        first = client.post(later, data=FORM, files={"image": png()}, headers=keyed).json()["id"]
+        until(lambda: is_busy(service), "the first to run")
+        assert client.post(later, data=FORM, files={"image": png()}).status_code == 202
+        for path in (EDITS, later):
+            error = error_of(client.post(path, data=FORM, files={"image": png()}), 503)
+            assert error["code"] == "queue_full"
+        assert error_of(client.post(EDITS, data={**FORM, "model": "x"}, files={"image": png()}), 404)
+        assert len(decoded) == 2
+        assert client.post(later, data=FORM, files={"image": png()}, headers=keyed).json()["id"] == first
+    finally:
+        fake.gate.set()
+        service.close()
 
 
 def test_uploads_of_two_requests_are_decoded_at_a_time(begun: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,15 @@ def service(wan: ParallelPipeline, folder: Path) -> Iterator[ImageService]:
     found.close()
 
 
+def test_a_full_queue_refuses_a_file_before_it_is_decoded(service: ImageService, client: Any) -> None:
+    most, service._queue._most = service._queue._most, 0
+    try:
+        refused = client.post(VIDEOS, data={"prompt": "a boat"}, files={"input_reference": b"none"})
+    finally:
+        service._queue._most = most
+    assert error_of(refused, 503)["code"] == "queue_full", "not that it is no image"
+
+
 @pytest.fixture(scope="module")
 def client(service: ImageService) -> Any:
     return client_of(application(service))

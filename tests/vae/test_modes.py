@@ -174,6 +174,19 @@ def test_a_pipeline_that_goes_on_gets_the_image_on_all_ranks(way: str) -> None:
         assert psnr_db(found, wanted("decode")) >= 100
 
 
+@pytest.mark.parametrize("way", ["exact", "rank0"])
+def test_a_call_with_a_callback_has_it_there_from_the_beginning(way: str) -> None:
+    def goes_on(vaes: ParallelVaes, vae: Any) -> tuple[bool, Tensor]:
+        with vaes.state.open(watched=True):
+            found = decode(vaes, vae)
+            encode(vaes, vae)
+        return vaes.state.everywhere, found
+
+    for after, found in on_ranks(way, goes_on):
+        assert not after
+        assert psnr_db(found, wanted("decode")) >= 100
+
+
 def test_the_denoiser_is_watched() -> None:
     def generates_again(vaes: ParallelVaes, vae: Any) -> None:
         denoiser = nn.Identity()

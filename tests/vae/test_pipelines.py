@@ -65,15 +65,39 @@ def test_a_pipeline_that_needs_what_it_has_decoded(hold: Hold) -> None:
     plain = generator()
     want = pipe(**call, generator=plain).images
     with hold(pipe) as parallel:
-        for numbers in ([1, 2, 1, 2], [1, 2]):  # the first is generated again, the second knows
-            after, steps = generator(), []
+        for _ in range(2):  # the first is generated again, the second knows
+            after, steps = generator(), list[int]()
             parallel.on_step = lambda step, _, steps=steps: steps.append(step)
             got = parallel(**call, generator=after).images
             assert np.linalg.norm(got - want) <= EXACT * np.linalg.norm(want)
             assert parallel.last_run is not None
             assert parallel.last_run.steps == 2
-            assert steps == numbers
+            assert steps == [1, 2]
             assert torch.equal(after.get_state(), plain.get_state())
+
+
+def test_its_callback_is_called_once_a_step(hold: Hold) -> None:
+    """What it has changed would stay in the networks if the call was made again: the first step would have it too."""
+    tiny = build("sdxl")
+    pipe = GoesOn(**tiny.pipe.components)
+    pipe.set_progress_bar_config(disable=True)
+    call: dict[str, Any] = {"prompt": "a red house", "height": 64, "width": 64, "num_inference_steps": 2}
+    seen = list[int]()
+
+    def filtered(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append(step)
+        if step == 0:
+            pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
+        return tensors
+
+    untouched = pipe(**call, generator=generator()).images
+    with hold(pipe) as parallel:
+        parallel.plan = "cfg=2"
+        got = parallel(**call, generator=generator(), callback_on_step_end=filtered).images
+    assert seen == [0, 1]
+    want = pipe(**call, generator=generator(), callback_on_step_end=filtered).images
+    assert np.linalg.norm(got - want) <= EXACT * np.linalg.norm(want)
+    assert np.linalg.norm(untouched - want) > 100 * EXACT * np.linalg.norm(want)
 
 
 def test_one_rank_alone_sends_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.launch.remote_errors import take_down
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.shard.weights.packed import blocks_of, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
+from patchpar.shard.weights.stores import DeviceShards
 from tests import tiny
 from tests.ranks import PoolRank
 
@@ -174,6 +176,25 @@ def refused_midway(this: PoolRank, case: str) -> dict[str, Any]:
     held = len(runner._held._held)
     runner.restore()
     return {"message": message, "whole": whole and not hooked, "held next": held}
+
+
+def failed_midway(this: PoolRank, case: str) -> tuple[str, bool]:
+    """What each rank raises where rank 1 has no memory for a block that moves into shards; whether changes are left."""
+    built = tiny.build("flux")
+    runner, plan = PipelineRunner(this.context), Plan(patch=this.context.world_size, weights="sharded")
+
+    def keep(store: DeviceShards, index: int, copy: Any) -> None:
+        raise torch.OutOfMemoryError(f"no memory for block {index}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if this.rank == 1:
+            patch.setattr(DeviceShards, "keep", keep)
+        try:
+            runner.adopt(built.pipe, None if case == "first call" else plan)
+            _run(runner, built.call_kwargs, str(plan))
+        except (PatchparError, torch.OutOfMemoryError) as error:
+            return f"{type(error).__name__}: {error}", take_down(error).left_changes
+    return "it has not failed", False
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -12,11 +12,15 @@ import torch
 from benchmarks.weights.__main__ import memory_of
 from benchmarks.weights.model import save_model
 from patchpar.comm.collectives import Communicator
+from patchpar.errors import ExchangeError
+from patchpar.launch.remote_errors import take_down
 from patchpar.models.deferred_casts import DeferredCasts
 from patchpar.models.files import floating_dtypes
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.pipeline.held_weights import HeldWeights
 from patchpar.plan.plan import Plan
+from patchpar.shard.weights.stores import DeviceShards
+from tests.tiny import build
 from tests.unit.threads import on_threads
 from tests.weights.loading import saved
 
@@ -145,6 +149,30 @@ def test_methods_before_the_first_call(flux: str) -> None:
         return kept, not held._held, all(torch.equal(x, y) for x, y in same)
 
     assert on_threads(2, on_rank, deadline=30.0) == [(True, True, True)] * 2
+
+
+def test_a_rank_without_memory_for_its_shards_tells_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for it up to the deadline. What has moved is lost, so that the ranks are started anew."""
+    comms = dict[int, Communicator]()
+    ranks = [HeldWeights(rank, torch.device("cpu"), partial(comms.__getitem__, rank)) for rank in range(2)]
+    pipes, keep = [build("flux").pipe for _ in ranks], DeviceShards.keep
+
+    def without_memory(store: DeviceShards, index: int, copy: Any) -> None:
+        if store.axis.rank == 1:
+            raise torch.OutOfMemoryError("20 GiB")
+        keep(store, index, copy)
+
+    def on_rank(transport: Any) -> tuple[str, bool]:
+        comms[transport.rank] = Communicator(transport)
+        try:
+            ranks[transport.rank].hold(pipes[transport.rank], PLAN)
+        except (ExchangeError, torch.OutOfMemoryError) as error:
+            return f"{type(error).__name__}: {error}", take_down(error).left_changes
+        return "it holds them", False
+
+    monkeypatch.setattr(DeviceShards, "keep", without_memory)
+    others = ("ExchangeError: another rank has failed while its blocks moved into shards", True)
+    assert on_threads(2, on_rank, deadline=30.0) == [others, ("OutOfMemoryError: 20 GiB", True)]
 
 
 @pytest.mark.breadth

@@ -111,6 +111,15 @@ def test_a_refusal_leaves_every_pipeline_as_it_was(ranks: Any, case: str) -> Non
         assert found["held next"] == 3
 
 
+@pytest.mark.breadth  # as test_loading holds it of a pipeline that is adopted, on threads
+@pytest.mark.parametrize("case", ["adopted", "first call"])
+def test_a_rank_without_memory_for_its_shards_tells_the_others(ranks: Any, case: str) -> None:
+    """Also where blocks move in the first call."""
+    first, second = ranks.run("tests.weights.pipelines:failed_midway", 2, case)
+    assert first == ("ExchangeError: another rank has failed while its blocks moved into shards", True)
+    assert second == ("OutOfMemoryError: no memory for block 0", True)
+
+
 def test_weights_stay_in_host_memory_where_features_cannot_be_divided(ranks: Any) -> None:
     for found in ranks.run("tests.weights.pipelines:undivided_features", 4)[:2]:
         assert found["message"] == "UnsupportedModel: no features", "not that whole weights do not fit"

@@ -27,7 +27,7 @@ from patchpar.serving.job import Job
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.socket_tickets import TICKET_SECONDS, accepted_protocol, protocols_of
-from patchpar.serving.uploaded_image import Uploads, check_upload
+from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
 from patchpar.stream.web.http_page import is_own_origin, until_one_ends
 
 PATH = "/v1/images"
@@ -128,9 +128,10 @@ class ImageSocket:
     async def _queued(self, data: bytes) -> tuple[EditRequest, Job]:
         wanted = self._wanted
         assert wanted is not None, "images without settings are refused"
+        self._service.check_room(wanted, self._owner)  # before it is decoded
+        uploads = Uploads(images=(await checked_aside(check_upload, data, NAME),))
 
         def submit() -> Job:
-            uploads = Uploads(images=(check_upload(data, NAME),))
             return self._service.submit(wanted, uploads, route="edit", owner=self._owner, is_lasting=False).job
 
         return wanted, await submitted(submit, lambda job: job)

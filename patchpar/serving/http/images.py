@@ -55,6 +55,7 @@ def add_images(app: FastAPI, service: ImageService) -> None:
         form = await read_form(request, limits.form_bytes)
         form.check_files(*IMAGES, MASK)
         wanted = parse_edit(dict(form.values))
+        service.check_room(wanted, owner_of(request), idempotency_key_of(request))  # before files are decoded
         uploads = await checked_aside(_uploads_of, form)
         return await _answer(service, request, wanted, uploads, EDIT, form.digest())
 

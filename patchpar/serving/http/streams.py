@@ -168,12 +168,14 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
         POSE: _read_pose,
     }
     form.check_files(*readers)
+    wanted = parse_stream_form(dict(form.values))
+    service.check_room(wanted)  # before files are decoded
     found = {}
     for name, (data, *others) in form.files.items():
         if others:
             raise RequestError(f"{1 + len(others)} files: send one", param=name)
         found[name.removesuffix("_file")] = await checked_aside(readers[name], data)
-    return parse_stream_form(dict(form.values)), found
+    return wanted, found
 
 
 def _read_pose(data: bytes) -> io.BytesIO:

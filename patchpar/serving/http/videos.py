@@ -127,6 +127,7 @@ async def _read(service: ImageService, request: Request) -> tuple[VideoRequest, 
     files = form.files.get(REFERENCE, ())
     if len(files) > 1:
         raise RequestError(f"{len(files)} files: send one", param=REFERENCE)
+    service.check_room(wanted, owner_of(request), idempotency_key_of(request))  # before files are decoded
     images = [await checked_aside(check_upload, data, REFERENCE) for data in files]
     return wanted, Uploads(images=tuple(images)), form.digest()
 

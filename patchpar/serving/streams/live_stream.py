@@ -135,8 +135,8 @@ class LiveStream:
         ):
             self._attempt(close)
         is_free = self._attempt(self.session.close)
+        self._ended(is_free)  # first: who sees that it is over finds room for another one
         self.over.set()
-        self._ended(is_free)
 
     def _play(self, writer: VideoFeedWriter, player: FramePlayer) -> None:
         player.start()

@@ -13,6 +13,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole
 from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.metrics import ServerMetrics
+from patchpar.serving.refusals import check_name, loading
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import ServedModel, ServerSettings
 from patchpar.serving.socket_tickets import SocketTickets
@@ -107,13 +108,7 @@ class StreamService:
 
     def check_name(self, name: str) -> None:
         """Raise RequestError, 404, for a model that is not served."""
-        if name != self.name:
-            raise RequestError(
-                f"model {name[:80]!r} is not served here: there is {self.name!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        check_name(name, self.name)
 
     def create(self, request: LiveStreamRequest, owner: str, **files: Any) -> LiveStream:
         """Begin a stream. Raises RequestError: 400, 404, and 503 where all slots are taken.
@@ -191,15 +186,24 @@ class StreamService:
         with self._lock:
             return [each for each in self._streams.values() if each.owner == owner]
 
+    def check_room(self, request: LiveStreamRequest) -> None:
+        """Raise RequestError as `create` would now, whatever comes with the request."""
+        self.check_name(request.model or self.name)
+        with self._lock:
+            self._check_free()
+
     def _taken(self) -> StreamingPipeline:
         with self._lock:
-            self._check_open()
-            if not self._pipes:
-                raise RequestError("the model is being loaded", status=503, code="loading", retry_after=RETRY_SECONDS)
-            if not self._free:
-                reason = f"all {self._slots.count} streams are taken: end one, or start the server with --stream-slots"
-                raise RequestError(reason, status=503, code="queue_full", retry_after=RETRY_SECONDS)
+            self._check_free()
             return self._free.pop()
+
+    def _check_free(self) -> None:
+        self._check_open()
+        if not self._pipes:
+            raise loading()
+        if not self._free:
+            reason = f"all {self._slots.count} streams are taken: end one, or start the server with --stream-slots"
+            raise RequestError(reason, status=503, code="queue_full", retry_after=RETRY_SECONDS)
 
     def _check_open(self) -> None:
         if self._is_draining:

@@ -42,13 +42,14 @@ class VaeCallState:
     dropped: bool = False
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Run one call of the pipeline."""
+    def open(self, *, watched: bool = False) -> Iterator[None]:
+        """Run one call of the pipeline. One `watched` by a callback cannot be repeated: all ranks get its images."""
+        known, self.everywhere = self.everywhere, self.everywhere or watched
         self.running, self.dropped = True, False
         try:
             yield
         finally:
-            self.running = False
+            self.running, self.everywhere = False, known
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Where the bytes of a network's blocks lie while they are in no slot: a part on each rank, and the way to a slot."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
 from patchpar.comm.transport import register_memory, unregister_memory
-from patchpar.errors import PlanError
+from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
+from patchpar.launch.remote_errors import say_changes_left
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_segment import HostSegment
@@ -33,6 +35,29 @@ def refuse_whole(mesh: AxisComm, kind: str, num_bytes: int) -> None:
             f"device ({device} has {have}): call methods that need whole weights on diffusers' own pipeline "
             "before it is made parallel, load the model in a smaller dtype, or close the pipeline"
         )
+
+
+@contextmanager
+def moved_by_all(mesh: AxisComm) -> Iterator[None]:
+    """Context in which each rank of the axis moves blocks into shards by itself. Collective.
+
+    Where one fails, it raises its own exception and the others ExchangeError, so that none waits for it. What has moved
+    is lost then, and the ranks have to be started anew; not where a model is refused, before anything moves.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as found:  # noqa: BLE001  whatever it is, the others are told
+        error = found
+    try:
+        if every_rank_has(mesh, "blocks in shards", error is None):
+            return
+    except ExchangeError as found:
+        error = error or found
+    if not isinstance(error, (UnsupportedModel, PlanError)):
+        error = error or ExchangeError("another rank has failed while its blocks moved into shards")
+        say_changes_left(error)
+    raise error
 
 
 class Transfer(Protocol):

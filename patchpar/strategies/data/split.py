@@ -17,6 +17,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.info import images_each
+from patchpar.strategies.data.control_images import divided_conditions, listed_by_condition
 
 TEXTS = (
     "prompt",
@@ -83,14 +84,20 @@ class PromptSlice:
         return slice(self.start * per_prompt, self.stop * per_prompt)
 
 
-def split_call(kwargs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Return the arguments of a diffusers pipeline call for `rank` of `size`.
+def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None) -> dict[str, Any]:
+    """Return the arguments of a call of a diffusers pipeline for `rank` of `size`.
 
     Lists and tensors with one entry per prompt are divided, also with `num_images_per_prompt` entries per prompt, as
     lists of generators and latents have them. Raises PlanError where the prompt of an entry is unknown.
     """
-    part = PromptSlice.of(kwargs, rank, size)
-    return {name: _divided(name, value, part, kwargs) for name, value in kwargs.items()}
+    part, by_condition = PromptSlice.of(kwargs, rank, size), listed_by_condition(pipe, kwargs)
+
+    def divided(name: str, value: Any) -> Any:
+        if name == by_condition:
+            return divided_conditions(pipe, name, value, part.total, lambda each: each[part.rows(len(each))])
+        return _divided(name, value, part, kwargs)
+
+    return {name: divided(name, value) for name, value in kwargs.items()}
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
@@ -126,7 +133,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
         encoded_together,
     )
 
-    part, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size)
+    part, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size, pipe)
     _refuse_what_depends_on_the_others(pipe, kwargs, part)
     own = part.stop - part.start
     texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=part.total, rows=part.rows)
@@ -223,8 +230,6 @@ def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]
         return value
     if count in (part.total, part.total * images):
         return value[part.rows(count)]
-    if isinstance(value, list) and all(isinstance(item, list) and len(item) == part.total for item in value):
-        return [item[part.rows(len(item))] for item in value]  # a list of images for each ControlNet
     if count == 1 and name != "generator":
         return value
     each = f", or {images} for each" if images > 1 else ""
@@ -272,8 +277,9 @@ def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -
     generator, which only the first rank has.
     """
     guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
+    guiding = listed_by_condition(pipe, kwargs) or ("image" if guides_only else "")
     for name in IMAGE_ARGUMENTS:
-        if kwargs.get(name) is None or (name == "image" and guides_only):
+        if kwargs.get(name) is None or name == guiding:
             continue
         if _entries(name, kwargs[name]) != part.total:
             raise PlanError(

@@ -1,0 +1,18 @@
+"""Guiders of diffusers: components that say how many guidance branches a pipeline calls its denoiser for."""
+
+from typing import Any
+
+GUIDER = "guider"
+
+
+def guider_branches(pipe: Any) -> int | None:
+    """Return the number of guidance branches by the pipeline's guider; None for a class of pipelines without guiders.
+
+    Of a call from its first step on: a guider remembers the step in which the last call has ended.
+    """
+    if GUIDER not in pipe.components:
+        return None
+    guider = pipe.components[GUIDER]
+    if guider is None or not getattr(guider, "_enabled", True):  # what `disable()` sets
+        return 1
+    return int(guider.new().num_conditions)
