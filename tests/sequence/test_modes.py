@@ -130,13 +130,15 @@ def masks(kind: str, heads: int, tokens: int) -> Tensor:
         return torch.arange(tokens)[None, None, None, :] < torch.tensor([tokens, tokens - 4])[:, None, None, None]
     if kind == "first-places-only":  # to some places nobody attends at all
         return (torch.arange(tokens) < 6)[None, None, None, :]
+    if kind == "bias-of-heads":  # the same for all samples, without a dim for them
+        return torch.randn(heads, tokens, tokens, generator=generator)
     if kind == "pairs":
         return torch.rand(BATCH, 1, tokens, tokens, generator=generator) < 0.6
     return torch.randn(BATCH, heads, tokens, tokens, generator=generator)
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
-@pytest.mark.parametrize("kind", ["padding", "first-places-only", "pairs", "bias"])
+@pytest.mark.parametrize("kind", ["padding", "first-places-only", "pairs", "bias", "bias-of-heads"])
 def test_masks(mode: AttentionMode, kind: str) -> None:
     mask = masks(kind, 4, 3 + 17)
     check(mode, whole(heads=4, key_heads=4, tokens=3 + 17), sizes=(5, 4, 2, 6), common=3, mask=mask)

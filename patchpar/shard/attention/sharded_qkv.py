@@ -148,8 +148,8 @@ class ShardedQKV(_Arguments):
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """Return a copy whose mask is that of the query heads `start` to `stop`."""
         mask = self.mask
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask[:, start:stop]
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask.narrow(-3, start, stop - start)
         return self._replace(mask=mask)
 
 
