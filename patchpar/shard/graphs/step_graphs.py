@@ -138,8 +138,10 @@ class StepGraphs:
 
     def _note(self, key: _Key, state: CarriedState) -> None:
         """Note a kind of step that runs for the first time."""
-        for known in [known for known in self._graphs if known[1] != state.generation]:
-            del self._graphs[known]  # its buffers are of no more use
+        kept: dict[_Key, Any]
+        for kept in (self._graphs, self._ran):
+            for known in [known for known in kept if known[1] != state.generation]:
+                del kept[known]  # its buffers are of no more use
         self._ran[key] = fingerprint(self._network)
         if len(self._ran) > MOST_KINDS:
             self._refuse(f"its arguments differ from step to step: {len(self._ran)} calls were of as many kinds")
