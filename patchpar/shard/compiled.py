@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from patchpar.errors import UnsupportedModel
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -26,6 +28,15 @@ def is_wrapped(module: Any) -> bool:
 def compiled_in(network: Any) -> list[str]:
     """Return paths of the modules in a network that are compiled, in either way; the network itself is ""."""
     return [path for path, module in network.named_modules() if is_compiled(module) or is_wrapped(module)]
+
+
+def refuse_wrapped(network: nn.Module) -> None:
+    """Raise UnsupportedModel for modules that `torch.compile(module)` has wrapped: nothing in them is intercepted."""
+    if any(map(is_wrapped, network.modules())):
+        raise UnsupportedModel(
+            f"{type(network).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
+            "compile_repeated_blocks() or block.compile(), or use plan cfg=2 or data=N"
+        )
 
 
 @contextmanager

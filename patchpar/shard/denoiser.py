@@ -114,7 +114,9 @@ class SharedDenoiser:
         self._drop_graphs("a call has failed")
         self.restore()
         if self.history is not None:
+            joins = self.history.cache.joins
             self.history = StaleState(self.mesh[0], self.policy, self.clock)
+            self.history.cache.joins = joins
 
     def _look(self) -> Fingerprint:
         """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""

@@ -103,6 +103,7 @@ class _Reader:
     def __init__(self) -> None:
         self._foreign: dict[str, str] = {}
         self._where = ""
+        self._open = set[int]()  # ids of functions that are read now: one may hold itself
 
     def read(self, network: nn.Module) -> Fingerprint:
         modules = dict(network.named_modules())
@@ -189,19 +190,23 @@ class _Reader:
         return tuple(self._code(function) for function in functions if not is_ours(function))
 
     def _code(self, function: Any) -> Any:
-        """Return name, code and closure of a function."""
+        """Return name and code of a function, and what it holds: its closure, and defaults of its parameters."""
         if isinstance(function, MethodType):
             return self._code(function.__func__)
         if isinstance(function, functools.partial):
-            return "partial", self._code(function.func), self._value(function.args, 1)
+            return "partial", self._code(function.func), self._value((function.args, function.keywords), 2)
         if not isinstance(function, FunctionType):
             named = function if hasattr(function, "__qualname__") else type(function)
             self._note(named.__qualname__, getattr(named, "__module__", None) or "")
             return _name_of(named)
         self._note(function.__qualname__, function.__globals__.get("__name__", ""))
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        held = tuple(self._value(each, 0) for each in cells)
-        return function.__module__, function.__qualname__, _digest(function.__code__), held
+        name, number = (function.__module__, function.__qualname__), id(function)
+        if number in self._open:
+            return name
+        self._open.add(number)
+        held = tuple(self._value(each, 0) for each in _held_by(function))
+        self._open.remove(number)
+        return *name, _digest(function.__code__), held
 
     def _note(self, name: str, module: str) -> None:
         if module and package_of(module) not in KNOWN:
@@ -242,6 +247,13 @@ def _is_at_work(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_is_at_work(each) for each in value)
     return value != 0 if isinstance(value, (int, float)) else type(value).__name__
+
+
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    """Yield the values in the closure of a function, and the defaults of its parameters."""
+    yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
 
 
 def _is_filled(cell: Any) -> bool:

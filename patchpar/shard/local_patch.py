@@ -58,8 +58,16 @@ class LocalPatch:
         return self.fresh or (self.policy.halo == "fresh" and self.policy.moments == "fresh")
 
     def entry(self, where: str, timing: object) -> StaleEntry | None:
-        """Return the stale values of the exchange point `where`; None for one with fresh values only."""
-        return None if self.cache is None or timing in THIS_STEP else self.cache.entry(where)
+        """Return the stale values of the exchange point `where`; None for one with fresh values only.
+
+        Raises UnsupportedModel where it has none of this image yet.
+        """
+        if self.cache is None or timing in THIS_STEP:
+            return None
+        found = self.cache.entry(where)
+        if found.is_first and not self.fresh:
+            raise without_values(where)
+        return found
 
     def layers_like(self, where: str) -> float:
         """Return how many attention layers as large as that of the exchange point `where` all of a call's are."""
@@ -125,6 +133,14 @@ class LocalPatch:
                 f"{across} across: this attention cannot be split, use plan cfg=2 or data=N"
             )
         return found
+
+
+def without_values(where: str) -> UnsupportedModel:
+    """Return the error for an exchange point that first runs in a step that reads stale values."""
+    return UnsupportedModel(
+        f"{where} has not run in the exact steps of this image, so that this step has no stale values of it: use more "
+        "warmup_steps, or strategy=exact"
+    )
 
 
 def _not_of_a_band(error: ValueError) -> UnsupportedModel:

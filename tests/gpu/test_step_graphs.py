@@ -7,24 +7,35 @@ graph (`tests.gpu.op_tape`). Buffers of one step lie where those of the step bef
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.graphs.refusals import why_not_repeated
+from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
+from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.whole_denoiser import WholeDenoiser
+from patchpar.strategies.displaced import DisplacedPatch
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.gpu.op_tape import TapeRecorder
 from tests.gpu.steps import Case, Found, model, predicted, predicted_without_graphs
+from tests.unit.threads import on_threads
+from tests.weights.quantised import Int8Weight
 
 POOLED, PARTIALS = "fresh-edges:context=pooled", "fresh-edges:context=partials,refresh=2"
 STRATEGIES = (
@@ -197,6 +208,66 @@ def test_a_signature_has_all_that_a_graph_repeats() -> None:
     assert plain == signature_of(((x + 1, y + 1), {}))
     with torch.autocast("cpu", torch.bfloat16):
         assert signature_of(calls[0]) not in [plain, signature_of(calls[1])]
+
+
+class Anything:
+    """An object that a pipeline makes in each step."""
+
+
+def graphs_alone(network: nn.Module) -> StepGraphs:
+    comm: Any = SimpleNamespace(transport=SimpleNamespace(device=CPU), traffic=CommStats())
+    return StepGraphs(network, Mock(), (comm, Axis("patch", 0, 1, (0,))))
+
+
+def test_ranks_refuse_an_object_in_the_same_step() -> None:
+    """They vote on each capture: where one had an object at an address of before, and another not, it would wait."""
+    graphs, kept = graphs_alone(nn.Linear(1, 1)), list[Any]()
+    for step in range(2):
+        assert not graphs.refused, step
+        kept.append(Anything())
+        graphs.run("exact", lambda *args: None, ((torch.ones(2), kept[-1]), {}), Stateless())
+    assert graphs.refused.startswith("argument [0][1] is a Anything, which the denoiser may change")
+
+
+def test_images_of_two_sizes_in_turn_are_no_arguments_that_differ_from_step_to_step() -> None:
+    """Each time buffers are allocated anew, and steps before have no others of their kind any more."""
+    graphs, state = graphs_alone(nn.Linear(1, 1)), Stateless()
+    for image in range(2 * MOST_KINDS):
+        state.generation = image
+        graphs.run("stale", lambda x: x, ((torch.ones(2 + image % 2),), {}), state)
+    assert not graphs.refused
+    for step in range(2 * MOST_KINDS):
+        graphs.run("stale", lambda x, scale: x, ((torch.ones(2), float(step)), {}), state)
+        if graphs.refused:
+            break
+    assert "its arguments differ from step to step" in graphs.refused, "control"
+
+
+def test_quantised_weights_that_move_are_seen() -> None:
+    """What a graph reads is inside: a tensor around other tensors has no address of its own."""
+    network = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    network.weight = nn.Parameter(Int8Weight.of(torch.randn(8, 8)), requires_grad=False)
+    before = baked_in(network)
+    assert baked_in(network) == before
+    inner: Any = network.weight.data
+    network.weight = nn.Parameter(Int8Weight(inner.codes.clone(), inner.scale), requires_grad=False)
+    assert baked_in(network) != before
+
+
+def test_after_a_failed_call_messages_end_with_the_step_all_the_same() -> None:
+    """Those of a graph have to, and the next image is captured again."""
+
+    def joins(transport: Any) -> list[bool]:
+        network, mesh = nn.Linear(1, 1), (Communicator(transport), Axis("patch", 0, 1, (0,)))
+        denoiser = WholeDenoiser(network, mesh, DisplacedPatch().policy, clock=StepClock())
+        denoiser.use_graphs(StepGraphs(network, Mock(), mesh))
+        assert denoiser.history is not None
+        before, state = denoiser.history, denoiser.history.cache.joins
+        denoiser.discard()
+        assert denoiser.history is not before
+        return [state, denoiser.history.cache.joins]
+
+    assert on_threads(1, joins) == [[True, True]]
 
 
 def test_later_arguments_are_written_where_the_first_are() -> None:

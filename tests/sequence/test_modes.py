@@ -57,15 +57,15 @@ def attended(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -
     return found
 
 
-def wanted(tensors: tuple[Tensor, ...], mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
+def wanted(tensors: tuple[Tensor, ...], mask: Tensor | None, *, scale: float | None) -> Tensor:
     return scaled_dot_product_attention(
-        *tensors, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=tensors[0].shape[1] != tensors[1].shape[1]
+        *tensors, attn_mask=mask, scale=scale, enable_gqa=tensors[0].shape[1] != tensors[1].shape[1]
     )
 
 
 def check(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> None:
     common, sizes = options.get("common", 0), options["sizes"]
-    want = wanted(tensors, options.get("mask"), causal=options.get("causal", False), scale=options.get("scale"))
+    want = wanted(tensors, options.get("mask"), scale=options.get("scale"))
     asking = common if options.get("common_asks", True) else 0
     for group_rank, (got, _, _) in enumerate(attended(mode, tensors, **options)):
         assert (got - cut(want, asking, sizes, group_rank)).abs().max() <= TOLERANCE
@@ -119,24 +119,21 @@ def test_common_tokens_that_do_not_ask(mode: AttentionMode, masked: bool) -> Non
     check(mode, (q[:, :, 3:], k, v), sizes=(5, 4, 2, 6), common=3, common_asks=False, mask=mask)
 
 
-@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS], ids=title)
-def test_causal(mode: AttentionMode) -> None:
-    check(mode, whole(heads=4, key_heads=4, tokens=20), sizes=(5, 4, 2, 9), causal=True)
-
-
 def masks(kind: str, heads: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if kind == "padding":
         return torch.arange(tokens)[None, None, None, :] < torch.tensor([tokens, tokens - 4])[:, None, None, None]
     if kind == "first-places-only":  # to some places nobody attends at all
         return (torch.arange(tokens) < 6)[None, None, None, :]
+    if kind == "bias-of-heads":  # the same for all samples, without a dim for them
+        return torch.randn(heads, tokens, tokens, generator=generator)
     if kind == "pairs":
         return torch.rand(BATCH, 1, tokens, tokens, generator=generator) < 0.6
     return torch.randn(BATCH, heads, tokens, tokens, generator=generator)
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
-@pytest.mark.parametrize("kind", ["padding", "first-places-only", "pairs", "bias"])
+@pytest.mark.parametrize("kind", ["padding", "first-places-only", "pairs", "bias", "bias-of-heads"])
 def test_masks(mode: AttentionMode, kind: str) -> None:
     mask = masks(kind, 4, 3 + 17)
     check(mode, whole(heads=4, key_heads=4, tokens=3 + 17), sizes=(5, 4, 2, 6), common=3, mask=mask)
@@ -146,8 +143,8 @@ def test_masks(mode: AttentionMode, kind: str) -> None:
 def test_half_precision_is_no_worse_than_rounding(mode: AttentionMode) -> None:
     tensors = whole(heads=4, key_heads=4, tokens=40, dtype=torch.bfloat16)
     sizes = (12, 10, 8, 10)
-    exact = wanted(tuple(x.double() for x in tensors), None, causal=False, scale=None)
-    plain = wanted(tensors, None, causal=False, scale=None)
+    exact = wanted(tuple(x.double() for x in tensors), None, scale=None)
+    plain = wanted(tensors, None, scale=None)
     for group_rank, (got, _, _) in enumerate(attended(mode, tensors, sizes=sizes)):
         ours, torchs = (
             (x.double() - cut(exact, 0, sizes, group_rank)).norm() for x in (got, cut(plain, 0, sizes, group_rank))

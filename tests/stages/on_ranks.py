@@ -162,6 +162,16 @@ class KeepsState(networks.Chain):
         return out
 
 
+class FillsACache(networks.Chain):
+    """Writes to a tensor among its arguments, and returns it."""
+
+    def forward(self, x: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            kept[number] = x.mean()
+        return x, kept
+
+
 class Kept:
     keys: Any = None
 
@@ -201,6 +211,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None] | None]]
     "an object": (networks.Chain, _returns_an_object),
     "a step cache": (networks.Chain, _flux_with_cache),
     "state in arguments": (KeepsState, None),
+    "a cache of tensors": (FillsACache, None),
 }
 
 
@@ -213,7 +224,8 @@ def refused(this: PoolRank, case: str) -> str:
         network: Any = build().eval().requires_grad_(False)
     if change is not None:
         change(network)
-    given = {"kept": Kept()} if case == "state in arguments" else {}
+    given: dict[str, Any] = {"state in arguments": {"kept": Kept()}, "a cache of tensors": {"kept": torch.zeros(9)}}
+    given = given.get(case, {})
     try:
         staged(this, network).denoise(network.forward, networks.sample(), **given)
     except PatchparError as error:

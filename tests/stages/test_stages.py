@@ -14,11 +14,14 @@ from patchpar.plan.mesh import Mesh
 from patchpar.shard.stages import block_seconds
 from patchpar.shard.stages.balance import balanced, balanced_by_time
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
+from patchpar.shard.stages.denoiser import StagedDenoiser
 from tests.breadth import first_of
 from tests.clock import Clock
 from tests.exact import denoisers
+from tests.tensors import noise
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
+from tests.weights import networks
 
 ON_RANKS = "tests.stages.on_ranks"
 IN_EVERY_RUN = ("FluxTransformer2DModel", "HunyuanDiT2DModel")
@@ -95,6 +98,7 @@ def test_networks_that_are_hard_to_divide(ranks: Any, tmp_path: Path, name: str)
         ("an object", "UnsupportedModel: blocks.1 of Chain returns a tuple with more than tensors"),
         ("a step cache", "UnsupportedModel: FirstBlockCacheConfig skips blocks"),
         ("state in arguments", "UnsupportedModel: KeepsState writes to a cache among its arguments"),
+        ("a cache of tensors", "UnsupportedModel: FillsACache writes to a cache among its arguments"),
     ],
 )
 def test_what_cannot_run_in_stages_is_refused_on_every_rank(ranks: Any, case: str, says: str) -> None:
@@ -134,6 +138,24 @@ def test_ranks_agree_on_the_seconds_of_blocks(monkeypatch: pytest.MonkeyPatch) -
         return seconds_of_blocks(plain, mesh)
 
     assert on_threads(3, on_rank, deadline=30.0) == [[0.5, 1.0, 1.5]] * 3
+
+
+def test_placeholders_are_of_one_image() -> None:
+    """A server makes images of many sizes: each placeholder is as large as what a block returns."""
+
+    def samples(transport: Any) -> list[list[int]]:
+        network = networks.build("several times")
+        mesh = (Communicator(transport), Mesh(transport.rank, range(2), stage=2)["stage"])
+        stages, found = StagedDenoiser(network, mesh, None), list[list[int]]()
+        for count in (2, 3):
+            stages.reset()
+            for _ in range(2):
+                stages.denoise(network.forward, noise(count, networks.WIDTH))
+            found.append([form.shape[0] for form in stages._placeholders._tensors])
+        stages.restore()
+        return [*found, [form.shape[0] for form in stages._placeholders._tensors]]
+
+    assert on_threads(2, samples, deadline=30.0) == [[[2], [3], []]] * 2
 
 
 def test_ranks_that_run_different_numbers_of_blocks_are_refused() -> None:

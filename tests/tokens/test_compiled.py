@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from patchpar.comm.collectives import Communicator
+from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.all_gather import attend_gathered
@@ -109,6 +110,22 @@ def test_a_compiled_part_of_a_block() -> None:
 
     assert error(on_threads(2, on_rank, deadline=100.0), plain(name, 0)) <= LIMIT
     assert counter.frame_count > 0
+
+
+def test_blocks_that_are_wrapped_are_refused() -> None:
+    """As those of UNets: nothing in them can be seen, whether they run on whole tensors or on our tokens."""
+
+    def on_rank(transport: Any) -> None:
+        model: Any = TRANSFORMERS["FluxTransformer2DModel"].build()
+        model.transformer_blocks[0] = torch.compile(model.transformer_blocks[0], backend="eager")
+        axis = Axis("patch", transport.rank, 2, (0, 1))
+        split = parse_strategy("exact").install(model, Communicator(transport), axis, clock=StepClock())
+        with torch.no_grad():
+            split.denoise(model.forward, **TRANSFORMERS["FluxTransformer2DModel"].call(0))
+
+    for found in on_threads(2, on_rank, deadline=100.0):
+        assert isinstance(found, UnsupportedModel)
+        assert "blocks that torch.compile(block) has wrapped: compile them by compile_repeated_blocks()" in str(found)
 
 
 @pytest.mark.parametrize(("name", "denoiser"), first_of([("flux", "transformer"), ("sdxl", "unet")]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
@@ -63,3 +65,19 @@ def test_where_the_timestep_is() -> None:
     assert timestep_of(names, ("x", 5), {}) == 5
     assert timestep_of(names, ("x",), {"timestep": 6}) == 6
     assert timestep_of(("hidden_states",), ("x",), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (diffusers.HiDreamImageTransformer2DModel, "timesteps"),
+        (diffusers.ZImageTransformer2DModel, "t"),
+        (diffusers.StableCascadeUNet, "timestep_ratio"),
+    ],
+)
+def test_networks_that_call_it_otherwise(kind: Any, name: str) -> None:
+    """As ComfyUI's UNet does, too."""
+    names = tuple(inspect.signature(kind.forward).parameters)[1:]
+    assert timestep_of(names, names, {}) == name
+    assert timestep_of(names, names[:1], {name: 5}) == 5
+    assert timestep_of(names, names[:1], {}) is None

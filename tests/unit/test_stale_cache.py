@@ -15,7 +15,9 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
 from patchpar.shard.stale.state import StaleState
 from patchpar.strategies.displaced import DisplacedPatch
@@ -182,6 +184,38 @@ def test_pop_leaves_nothing_and_put_waits_for_what_is_pending() -> None:
     slot.put({2: [torch.zeros(1)]}, torch.ones(1))
     assert asked == [1]
     assert values(slot.received) == [0.0]
+
+
+def test_an_exchange_point_without_values_of_this_image_is_refused() -> None:
+    """A layer that a network skips in exact steps would read memory that nobody has written, or of the last image."""
+    memory, policy = alone(), DisplacedPatch(warmup_steps=1).policy
+    patch = LocalPatch(memory.comm, Axis("patch", 0, 2, (0, 1)), policy, cache=memory)
+
+    def continues(evaluation: int, *layers: str) -> list[bool]:
+        patch.fresh = not memory.begin(0, evaluation, FORM)
+        return [entry.continues for layer in layers if (entry := patch.entry(layer, policy.context)) is not None]
+
+    assert continues(0, "first", "middle") == [False, False]
+    assert continues(1, "first", "middle") == [True, True]
+    assert continues(2, "first") == [True]
+    assert continues(3, "first", "middle") == [True, False]
+    assert continues(3, "first") == [False], "the same once more has no past of its own"
+    memory.reset()
+    assert continues(0, "first") == [False]
+    with pytest.raises(UnsupportedModel, match=r"^middle has not run in the exact steps of this image.*strategy=exact"):
+        continues(1, "first", "middle")
+
+
+def test_a_step_that_is_replayed_counts() -> None:
+    """As a graph of the device: none of its exchange points is asked for."""
+    memory = alone()
+    for evaluation in range(3):
+        memory.begin(0, evaluation, FORM)
+        if evaluation == 1:
+            memory.set_back(memory.snapshot())
+        else:
+            slot = memory.entry("attention")
+    assert slot.continues
 
 
 def test_calls_that_pile_up_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,48 @@ def test_a_network_is_the_same_when_what_was_loaded_into_it_is_unloaded() -> Non
     assert fingerprint(network).digest == before
     network.s1 = 0.9
     assert fingerprint(network).digest != before
+
+
+def replaced_by(forward: Any) -> str:
+    """Return the digest of a network with that forward."""
+    network = torch.nn.Linear(1, 1)
+    network.forward = forward
+    return fingerprint(network).digest
+
+
+def with_a_mode(x: Any, mode: str = "rows") -> Any:
+    return x if mode == "rows" else x - x.mean()
+
+
+def defaults_to(mode: str) -> Any:
+    def forward(x: Any, mode: str = mode) -> Any:
+        return with_a_mode(x, mode)
+
+    return forward
+
+
+def defaults_by_name_to(mode: str) -> Any:
+    return lambda x, *, mode=mode: with_a_mode(x, mode)
+
+
+def bound_to(mode: str) -> Any:
+    return partial(with_a_mode, mode=mode)
+
+
+@pytest.mark.parametrize("made", [bound_to, defaults_to, defaults_by_name_to])
+def test_what_a_function_holds_is_part_of_a_network(made: Any) -> None:
+    """Arguments bound by name and defaults, as a closure is: by them one forward may do what another does not."""
+    assert replaced_by(made("rows")) == replaced_by(made("rows")) != replaced_by(made("all"))
+
+
+def test_a_function_that_holds_itself_is_read_once() -> None:
+    def recursive(start: int) -> Any:
+        def forward(x: Any, left: int = start) -> Any:
+            return forward(x, left - 1) if left else x
+
+        return forward
+
+    assert replaced_by(recursive(2)) == replaced_by(recursive(2)) != replaced_by(recursive(3))
 
 
 def test_ranks_compare_foreign_code_with_as_many_plain_calls() -> None:

@@ -80,6 +80,6 @@ def attend_in_parts(comm: Communicator, axis: Axis, where: str, shared: ShardedQ
     def partials() -> Iterator[Partial]:
         yield attend_own(shared)
         for group_rank, (stacked,) in zip(axis.others, pending.arriving(), strict=True):
-            yield from attend_others(shared, group_rank, stacked)
+            yield attend_others(shared, group_rank, stacked)
 
     return merge_partials(partials()).out_BNlD

@@ -5,8 +5,6 @@ Partial results merge by their log-sum-exp, exactly and in any order (ring atten
 Shape letters: B batch, N query heads, M key heads, l queries, k keys, D head width.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -37,16 +35,14 @@ def attend_own(shared: ShardedQKV) -> Partial:
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
-def attend_others(shared: ShardedQKV, group_rank: int, stacked: Tensor) -> Iterator[Partial]:
-    """Yield attention of all this rank's queries to another's keys; nothing where causality masks all of them.
+def attend_others(shared: ShardedQKV, group_rank: int, stacked: Tensor) -> Partial:
+    """Return attention of all this rank's queries [B, N, c + l, D] to another's keys.
 
     `stacked`: its keys and values [2, B, M, k, D].
     """
-    if shared.causal and group_rank > shared.group_rank:
-        return
     bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
     k_BMkD, v_BMkD = stacked.unbind()
-    yield attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
+    return attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 
 
 def attend_span(shared: ShardedQKV, q_BNlD: Tensor, span: TokenSpan, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:

@@ -53,7 +53,7 @@ def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, stre
             if step < rounds:
                 pending = _pass_on(comm, axis, where, shared, held, step + 1)
             for stream in live:
-                yield from attend_others(shared, _owner(axis, stream, step), held[stream])
+                yield attend_others(shared, _owner(axis, stream, step), held[stream])
 
     return merge_partials(partials()).out_BNlD
 

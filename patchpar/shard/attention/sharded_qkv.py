@@ -39,7 +39,6 @@ class _Arguments(NamedTuple):
     common: int = 0
     common_asks: bool = True
     mask: Tensor | None = None
-    causal: bool = False
     scale: float | None = None
     kernel: Callable[..., Tensor] | None = None
 
@@ -48,9 +47,8 @@ class ShardedQKV(_Arguments):
     """Queries, keys and values of this rank: `common` tokens first, then its own.
 
     `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
-    keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `causal`: a token attends to
-    itself and those before it in the whole sequence. `kernel`: the user's own instead of scaled_dot_product_attention,
-    where all keys are attended to at once. Raises UnsupportedModel.
+    keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `kernel`: the user's own in the
+    place of scaled_dot_product_attention, where all keys are attended to at once. Raises UnsupportedModel.
     """
 
     __slots__ = ()
@@ -124,21 +122,13 @@ class ShardedQKV(_Arguments):
 
         Broadcasts to [B, N, tokens of the rows, tokens of the columns].
         """
-        found = None
-        if self.mask is not None:
-            found = as_bias(_of(self._rows_of_mask(self.mask, rows), columns, -1), self.q_BNlD.dtype)
-        if self.causal:
-            device = self.q_BNlD.device
-            later = _numbers(columns, device)[None, :] > _numbers(rows, device)[:, None]
-            ahead = torch.zeros(later.shape, dtype=self.q_BNlD.dtype, device=device).masked_fill(later, -torch.inf)
-            found = ahead[None, None] if found is None else found + ahead
-        return found
+        if self.mask is None:
+            return None
+        return as_bias(_of(self._rows_of_mask(self.mask, rows), columns, -1), self.q_BNlD.dtype)
 
     @property
     def mask_of_own(self) -> Tensor | None:
         """The mask of this rank's queries, additive or boolean: [B, N, c + l, L], or broadcastable to it."""
-        if self.causal:
-            return self.bias(self.own_rows, [TokenSpan(0, self.total)])
         return None if self.mask is None else self._rows_of_mask(self.mask, self.own_rows)
 
     def _rows_of_mask(self, mask: Tensor, rows: Sequence[TokenSpan]) -> Tensor:
@@ -148,8 +138,8 @@ class ShardedQKV(_Arguments):
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """Return a copy whose mask is that of the query heads `start` to `stop`."""
         mask = self.mask
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
-            mask = mask[:, start:stop]
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask.narrow(-3, start, stop - start)
         return self._replace(mask=mask)
 
 
@@ -172,7 +162,3 @@ def _of(x: Tensor, spans: Sequence[TokenSpan], dim: int) -> Tensor:
     if all(before.stop == after.start for before, after in pairwise(spans)):
         return x.narrow(dim, spans[0].start, spans[-1].stop - spans[0].start)
     return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
-
-
-def _numbers(spans: Sequence[TokenSpan], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(*span, device=device) for span in spans])

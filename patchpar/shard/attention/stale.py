@@ -195,7 +195,7 @@ def _attend_and_remember(
     state.arrived(entry.pop())
     fresh = state.write_fresh(_here(call))
     result = _attend_now(patch, where, grid, call, state.layout, fresh)
-    state.remember(fresh, patch.step_ratio, continues=cache.continues)
+    state.remember(fresh, patch.step_ratio, continues=entry.continues)
     return result
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from patchpar.shard.fingerprint import FACTORS, Fingerprint
 from patchpar.shard.hooks import hooks_of
+from patchpar.shard.weights.packed import plain_tensors
 
 
 def why_not_repeated(network: nn.Module, before: Fingerprint, now: Fingerprint) -> str:
@@ -28,7 +29,8 @@ def why_not_repeated(network: nn.Module, before: Fingerprint, now: Fingerprint) 
 
 def baked_in(network: nn.Module) -> Any:
     """Return what a graph repeats though nobody passes it: addresses of weights, and factors that Python multiplies."""
-    addresses = tuple(x.data_ptr() for x in (*network.parameters(), *network.buffers()))
+    weights = (*network.parameters(), *network.buffers())
+    addresses = tuple(x.data_ptr() for weight in weights for x in plain_tensors(weight))
     holders = [each for module in network.modules() for each in (module, getattr(module, "processor", None))]
     facts = [getattr(each, "__dict__", {}) for each in holders]
     factors = tuple(repr(attributes[name]) for attributes in facts for name in FACTORS if name in attributes)

@@ -41,7 +41,8 @@ def _distinct(call: Call) -> Iterator[Tensor]:
 def signature_of(call: Call) -> Any:
     """Return the form of a call, layouts of its tensors, which of them are the same, and all other values.
 
-    And the dtypes of autocast, and whether gradients or only inference are on: a captured call has them as captured.
+    Of an object that no call may have, see `why_not_static`, only the type: its id would differ between ranks. And the
+    dtypes of autocast, and whether gradients or only inference are on: a captured call has them as captured.
     """
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
@@ -50,7 +51,7 @@ def signature_of(call: Call) -> Any:
     of_leaves = tuple(
         (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
         if isinstance(x, Tensor)
-        else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else id(x))
+        else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else "")
         for number, x in enumerate(leaves)
     )
     return str(form), tuple(autocast), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), of_leaves

@@ -138,8 +138,9 @@ class StepGraphs:
 
     def _note(self, key: _Key, state: CarriedState) -> None:
         """Note a kind of step that runs for the first time."""
-        for known in [known for known in self._graphs if known[1] != state.generation]:
-            del self._graphs[known]  # its buffers are of no more use
+        for known in [known for known in (*self._graphs, *self._ran) if known[1] != state.generation]:
+            self._graphs.pop(known, None)  # its buffers are of no more use
+            self._ran.pop(known, None)
         self._ran[key] = fingerprint(self._network)
         if len(self._ran) > MOST_KINDS:
             self._refuse(f"its arguments differ from step to step: {len(self._ran)} calls were of as many kinds")

@@ -238,6 +238,7 @@ class PipedOnStages(PipedDenoiser):
     def reset(self) -> None:
         """Begin an image: nothing of the last one is used. Raises ExchangeError."""
         self._hold([], calls=0)
+        self.stages.reset()
         super().reset()
 
     def finish(self) -> None:

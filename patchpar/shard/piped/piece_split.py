@@ -14,6 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.token_buffer import attend_to_tokens
+from patchpar.shard.local_patch import without_values
 from patchpar.shard.piped.piece_memory import PieceMemory, RememberedParts
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleCache, StaleEntry
@@ -78,9 +79,9 @@ class PieceSplit(TokenSplit):
         stale = common_first(where, call, queries, keys)
         key_BlND, value_BlND = (x.transpose(1, 2) for x in (stale.key, stale.value))
         assert self.patch is not None
-        memory: PieceMemory | None = entry.state
-        if memory is None:
-            raise UnsupportedModel(f"{where} did not run in the exact step before: use strategy=exact")
+        if entry.is_first:
+            raise without_values(where)
+        memory: PieceMemory = entry.state
         tokens = memory.write(self.axis.rank, key_BlND, value_BlND, self.patch.step_ratio)
         return queries.in_order(attend_to_tokens(stale, tokens, stale.attn_mask), 2)
 
@@ -101,7 +102,7 @@ class PieceSplit(TokenSplit):
             assert isinstance(options, StaleKV)
             token = (2, batch, heads, width)
             entry.state = PieceMemory(slots, of_image, token, options, call.key, self._cache.workspace)
-        entry.state.remember(*ordered, continues=self._cache.continues)
+        entry.state.remember(*ordered, continues=entry.continues)
         if call.attn_mask is not None:
             self._remember_mask(where, keys, call.attn_mask)
 
@@ -155,6 +156,8 @@ class PieceSplit(TokenSplit):
 
     def _parts(self, where: str) -> RememberedParts:
         entry = self._cache.entry(f"{where}, joined")  # an attention may have a mask joined at the same point
+        if entry.is_first and not self._is_whole:
+            raise without_values(where)
         if entry.state is None:
             entry.state = RememberedParts(where)
         return entry.state

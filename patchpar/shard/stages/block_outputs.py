@@ -75,7 +75,7 @@ class Placeholders:
         return with_tensors(form.tree, [self._tensor(each) for each in form.tensors])
 
     def refill(self) -> None:
-        """Forget what a network has written into placeholders."""
+        """Forget what a network has written into placeholders, and free those that are in use no more."""
         self._tensors.clear()
 
     def _tensor(self, form: TensorForm) -> Tensor:

@@ -28,7 +28,7 @@ from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.stages.stage_pass import StagePass
 from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
-from patchpar.shard.step_caches import held_by
+from patchpar.shard.step_caches import held_by, written
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
@@ -175,10 +175,10 @@ class StagedDenoiser:
 
     def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
         assert self._weights is not None
-        before = held_by(call)
-        recorder = Recorder(self.denoiser)
-        wanted = self._plain(forward, call, recorder)
-        output = refuse_kept_state(self.denoiser, wanted, before, call)
+        own, recorder = self._copied(call), Recorder(self.denoiser)
+        before = held_by(own), written(own)
+        wanted = self._once(forward, own, recorder)
+        output = refuse_kept_state(self.denoiser, wanted, before, own)
         plain = partial(self._plain, forward, call)
         search = self.find_cuts(self.denoiser, plain, recorder.calls, wanted)
         search.seconds = seconds_of_blocks(plain, self.together)
@@ -197,10 +197,18 @@ class StagedDenoiser:
 
     def _plain(self, forward: Forward, call: Call, on_call: OnCall) -> Any:
         """Run a copy of the call through the blocks' hooks, for its own sake."""
+        return self._once(forward, self._copied(call), on_call)
+
+    def _once(self, forward: Forward, call: Call, on_call: OnCall) -> Any:
+        """Run a call through the blocks' hooks."""
         assert self._hooks is not None
-        own = CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad():
-            return self._hooks.pass_through(on_call, forward, own.args, own.kwargs)[0]
+            return self._hooks.pass_through(on_call, forward, *call)[0]
+
+    def _copied(self, call: Call) -> Call:
+        """Return the call with copies of its tensors."""
+        own = CallArguments.of(self.denoiser, *call).cloned()
+        return own.args, own.kwargs
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
@@ -212,17 +220,17 @@ class StagedDenoiser:
 
     def _compared(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any) -> Any:
         """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
-        own = CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad(), self.as_released(layout):
-            found = self._run(layout, output, forward, (own.args, own.kwargs))
+            found = self._run(layout, output, forward, self._copied(call))
         pairs = zip(tensors_in(found), tensors_in(wanted), strict=True)
         yield [Comparison(max((_difference(x, y) for x, y in pairs), default=0.0), 0.0)]
 
     # --- begin and end ------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Begin an image."""
+        """Begin an image. Placeholders of other sizes are freed."""
         self.unsure = True
+        self._placeholders.refill()
 
     def finish(self) -> None:
         """End an image: there is nothing to wait for."""
@@ -237,6 +245,7 @@ class StagedDenoiser:
         Raises PlanError, with nothing changed, where whole weights do not fit a device. Raises ExchangeError.
         """
         self.gather()
+        self._placeholders.refill()
         self._layouts.clear()
         if self._hooks is not None:
             self._hooks.close()

@@ -9,7 +9,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.stages.block_outputs import OutputStructure
-from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by
+from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by, written
 from patchpar.shard.transformer.group_offload import HOOK as GROUP_OFFLOAD
 from patchpar.shard.verification import Call
 from patchpar.shard.weights.packed import blocks_of
@@ -38,14 +38,15 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
 
 
 def refuse_kept_state(
-    denoiser: nn.Module, output: Any, before: Sequence[tuple[Tensor, int]], call: Call
+    denoiser: nn.Module, output: Any, before: tuple[Sequence[tuple[Tensor, int]], Sequence[int]], call: Call
 ) -> OutputStructure:
     """Return the form of the output. Raises UnsupportedModel for one with more than tensors, or state in arguments.
 
-    `before`: what `held_by` found in the arguments before the call, tensors of any shape.
+    `before`: what `held_by` found in the arguments before the call, tensors of any shape, and what `written` did.
     """
-    form = OutputStructure.of(output)
-    if form is None or gives_back(output, call) or not are_as_before(before, held_by(call)):
+    form, (held, counts) = OutputStructure.of(output), before
+    fills = gives_back(output, call) and written(call) != counts
+    if form is None or fills or not are_as_before(held, held_by(call)):
         raise UnsupportedModel(
             f"{type(denoiser).__name__} writes to a cache among its arguments, or returns more than tensors and "
             "numbers, which stages would have only a part of: use stage=1"

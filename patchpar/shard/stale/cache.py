@@ -25,6 +25,7 @@ from patchpar.shard.stale.send_window import ReceiveMemory, SendWindow
 from patchpar.shard.stale.workspace import Workspace
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
+NEVER = -2  # in place of the number of an evaluation: before all of an image, and of none that follows
 
 
 class StaleBytes(NamedTuple):
@@ -44,6 +45,8 @@ class StaleEntry:
     """One exchange point in one guidance call. `received` and `own` are of the previous evaluation.
 
     `state` belongs to the exchange point. `memory`: of its messages for the next step, unless these are in a bucket.
+    `evaluation`: in which it ran last. Of its latest run, `is_first`: whether none was before in this image, or since a
+    step was missed; `continues`: whether one was in the evaluation before.
     """
 
     received: Received = field(default_factory=dict)
@@ -51,6 +54,9 @@ class StaleEntry:
     state: Any = None
     pending: Callable[[], Received] | None = None
     memory: MessageMemory = field(default_factory=MessageMemory)
+    evaluation: int = NEVER
+    is_first: bool = True
+    continues: bool = False
 
     def wait(self) -> Received:
         """Wait for the pending exchange, if any, and return the stale values received. Raises ExchangeError."""
@@ -101,7 +107,7 @@ class _GuidanceCall:
     window: SendWindow
     entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
     memories: BucketMemories = field(default_factory=dict)
-    evaluation: int = -2
+    evaluation: int = NEVER
     form: Any = None
 
     def clear(self) -> None:
@@ -121,7 +127,6 @@ class StaleCache:
         self._call = _GuidanceCall(SendWindow(self._arriving))
         self._passed: dict[str, int] = {}
         self.evaluation = 0
-        self.continues = False  # whether the previous evaluation of this call is known
         self.attentions = 0  # attention exchange points run in this call
         self.joins = False  # whether exchanges for the next step end with the call, as those in a graph have to
         self.generation = 0  # how often exchange points have been forgotten
@@ -145,11 +150,13 @@ class StaleCache:
             _settle(known)
             known.clear()
             self.generation += 1
+        if not usable:
+            for entry in known.entries.values():
+                entry.evaluation = NEVER
         known.window.begin()
         known.form, known.evaluation = form, evaluation
         self._call, self.evaluation, self.attentions = known, evaluation, 0
         self.bucket.memories = known.memories
-        self.continues = usable
         if self.measures_drift:
             self.drift.zero_()
         self._passed.clear()
@@ -167,6 +174,9 @@ class StaleCache:
         found = entries.get(key)
         if found is None:
             found = entries[key] = StaleEntry()
+        if found.evaluation != self.evaluation:  # a piece of the image may have passed it in this one
+            found.is_first, found.continues = found.evaluation == NEVER, self.evaluation - found.evaluation == 1
+            found.evaluation = self.evaluation
         return found
 
     def is_first_state(self) -> bool:
@@ -219,7 +229,7 @@ class StaleCache:
         """Prepare for another image: no value of the last one is used again. Buffers are kept."""
         self.settle()
         for call in self._calls.values():
-            call.evaluation = -2
+            call.evaluation = NEVER
             for entry in call.entries.values():
                 entry.own = None  # or drift of the first step would be measured against the last image
 
@@ -238,6 +248,7 @@ class StaleCache:
         self.attentions = 0
         for entry, received, own, pending in snapshot:
             entry.received, entry.own, entry.pending = received, own, pending
+            entry.evaluation = self.evaluation
 
     def stored(self) -> Iterator[Tensor]:
         """Yield every tensor, of any shape, that a call leaves to the next or receives for it."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 KNOWN = 3  # evaluations: this one and those of the last two values
+TIMES = ("timestep", "timesteps", "timestep_ratio", "t")  # the last as of Z-Image
 FARTHEST = 2.0  # limit of the extrapolation: steps that grow faster are cut to it
 
 
@@ -50,7 +51,10 @@ class StepExtrapolator:
 
 
 def timestep_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the argument `timestep` of a denoiser call whose parameters have these names; None where it has none."""
-    if "timestep" in kwargs:
-        return kwargs["timestep"]
-    return dict(zip(names, args, strict=False)).get("timestep")
+    """Return the timestep of a denoiser call whose parameters have these names; None where it has none."""
+    for name in TIMES:
+        if name in kwargs:
+            return kwargs[name]
+        if name in names[: len(args)]:
+            return args[names.index(name)]
+    return None

@@ -16,7 +16,7 @@ from torch import nn
 
 from patchpar.comm.collectives import AllGather, AxisComm
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.shard.compiled import uncompiled
+from patchpar.shard.compiled import refuse_wrapped, uncompiled
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.latent import name_of_latent
@@ -68,6 +68,7 @@ class PlanSearch:
 
         Raises UnsupportedModel where none is found, PlanError where no rank has the memory to find it.
         """
+        refuse_wrapped(self.denoiser)
         plan = self._kept(call, otherwise=True)
         if plan is None and known is None:
             plan = self._kept(call, otherwise=False) or self._shipped()

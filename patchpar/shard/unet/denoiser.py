@@ -18,7 +18,7 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
-from patchpar.shard.compiled import is_wrapped, uncompiled
+from patchpar.shard.compiled import refuse_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import band_cuts
@@ -125,11 +125,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _install(self, forward: Callable[..., Any], kind: Kind, call: tuple[Any, Any]) -> None:
         self._take_out()
-        if any(map(is_wrapped, self.denoiser.modules())):
-            raise UnsupportedModel(
-                f"{type(self.denoiser).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
-                "compile_repeated_blocks() or block.compile(), or use plan cfg=2 or data=N"
-            )
+        refuse_wrapped(self.denoiser)
         before = self._look()
         refuse_caches(self.denoiser, stale=self.history is not None)
         with self.foreign.set_aside(forward) as from_before:

@@ -213,15 +213,15 @@ def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tu
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     for x in (*module._parameters.values(), *module._buffers.values()):
         if x is not None:
-            yield from (plain for plain in _plain_tensors(x) if plain.numel() and is_plain(plain))
+            yield from (plain for plain in plain_tensors(x) if plain.numel() and is_plain(plain))
 
 
-def _plain_tensors(x: Tensor) -> Iterator[Tensor]:
+def plain_tensors(x: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that hold the bytes of `x`, of any shape: itself, or those inside a tensor subclass."""
     if hasattr(x, "__tensor_flatten__") and type(x) is not nn.Parameter:
         names, _ = x.__tensor_flatten__()
         for name in names:
-            yield from _plain_tensors(getattr(x, name))
+            yield from plain_tensors(getattr(x, name))
     else:
         yield x
 
