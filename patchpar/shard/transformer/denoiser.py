@@ -14,11 +14,11 @@ from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import caches_set_aside, refuse_caches
 from patchpar.shard.transformer.attention import TokenSplit, cut_for
 from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
-from patchpar.shard.transformer.group_offload import refuse_elsewhere
 from patchpar.shard.transformer.guard import TokenComparison
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.group_offload import group_here
+from patchpar.shard.group_offload import group_here
 from patchpar.shard.transformer.probe.block import BlockProbe
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, CapturedRun, Kind, watch
 from patchpar.shard.transformer.probe.grid import GridSources
