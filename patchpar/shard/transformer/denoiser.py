@@ -245,7 +245,7 @@ class TokenDenoiser(SharedDenoiser):
         (comm, axis), policy = self.mesh, self.patch.policy
         cut, ranks = f"{cut_for(policy)}, text {policy.text}", axis.ratio or axis.size
         split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut, "ranks": ranks}
-        return facts_of(self.denoiser, comm.transport.device, call, **split)
+        return facts_of(self.denoiser, comm.transport.device, call, self.ignored, **split)
 
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
         patch = self.patch

@@ -188,7 +188,7 @@ class PatchedDenoiser(SharedDenoiser):
             "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
-            "arguments": [str(kind) for kind in kind_of_call(call)],
+            "arguments": [str(kind) for kind in kind_of_call(call, self.ignored)],
         }
 
     def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
