@@ -14,11 +14,26 @@ NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says in a RuntimeError on the CPU."""
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the host, has too little memory."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_HOST_MEMORY in str(error)
+
+
 def is_of_the_split(error: Exception) -> bool:
     """Whether an error may come from the split of a model, so that another split may work; others are raised as is."""
     if isinstance(error, PatchparError):
         return isinstance(error, (UnsupportedModel, VerificationError))
-    return not (isinstance(error, (torch.OutOfMemoryError, MemoryError)) or NO_HOST_MEMORY in str(error))
+    return not is_out_of_memory(error)
+
+
+@contextmanager
+def attempted() -> Iterator[None]:
+    """Context that ends where the model's own code fails, as it may in an attempt. What is not of it is raised."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_the_split(error):
+            raise
 
 
 @contextmanager

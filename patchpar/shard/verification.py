@@ -158,9 +158,16 @@ def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
     }
 
 
-def facts_of(denoiser: nn.Module, device: torch.device, call: Call, **split: Any) -> dict[str, Any]:
-    """Return what the verification result of a denoiser for such calls depends on; `split`: how it is split."""
-    return {**fingerprint_of(denoiser), "device": device.type, "arguments": arguments_of(call), **split}
+def facts_of(
+    denoiser: nn.Module, device: torch.device, call: Call, ignored: frozenset[str] = frozenset(), **split: Any
+) -> dict[str, Any]:
+    """Return what the verification result of a denoiser for such calls depends on; `split`: how it is split.
+
+    Of keyword arguments that are `ignored` only the tensors count.
+    """
+    args, kwargs = call
+    counting = args, {name: tensors_in(x) if name in ignored else x for name, x in kwargs.items()}
+    return {**fingerprint_of(denoiser), "device": device.type, "arguments": arguments_of(counting), **split}
 
 
 def call_signature(call: Call, ignored: frozenset[str] = frozenset()) -> Any:

@@ -62,7 +62,10 @@ class VerificationCache:
     def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
         """Return the stored entry `what`, such as "relative_error", parsed by `read`; None if missing or invalid."""
         file = self.folder / f"{key}.json"
-        if not file.is_file():
+        is_there = False
+        with contextlib.suppress(OSError):  # a folder that may not be looked into
+            is_there = file.is_file()
+        if not is_there:
             return None
         try:
             return read(read_object(file)[what])

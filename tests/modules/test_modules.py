@@ -168,6 +168,19 @@ def test_numbers_in_ignored_options_cause_no_comparison(tmp_path: Path, ignore: 
     assert calls == 2 or counts[0]["calls"] - before == 1
 
 
+@pytest.mark.parametrize("name", ["unet", "flux"])
+def test_numbers_in_ignored_options_are_no_other_result(name: str, tmp_path: Path) -> None:
+    """Of another process: what it finds in the folder is of a call with another number."""
+    kept = []
+    for number in range(2):
+        call = call_of(name)
+        call["transformer_options"]["counter"] = number
+        with Team(copies(name), verify=tmp_path, ignore=["transformer_options"]) as team:
+            team(**call)
+        kept.append({file.name for file in tmp_path.rglob("*.json")})
+    assert kept[0] == kept[1] != set()
+
+
 def test_what_cannot_be_a_team_is_refused() -> None:
     one = network("wan")
     with pytest.raises(PlanError, match=r"are one object: make another with copy\.deepcopy"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.sdpa import AttentionReplaced
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.probe.capture import Severed
 from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import Replicated
 from tests.unit.threads import on_threads
 
 from .ranks import LIMIT, TRANSFORMERS, error, hooks_of, plan_of, predictions
@@ -154,6 +157,28 @@ def test_attention_by_another_name() -> None:
         assert error([got], want) <= LIMIT
         assert rounds == {"kv": 4, "tokens": 1}
         assert sent == 2 * 10 * 3 * 4  # the prediction, not the tokens it is made of
+
+
+def test_the_name_of_a_dtype_is_no_tensor() -> None:
+    tokens = local_tokens(torch.ones(2, 3), TokenSource((), "a block", lambda own, source: own))
+    assert tokens.type() == "torch.FloatTensor"
+    half = tokens.type(torch.float16)
+    assert isinstance(half, LocalTokens)
+    assert half.dtype == torch.float16
+
+
+def test_a_plan_of_other_parts_leaves_no_hook() -> None:
+    """The search for another plan, and its hooks, come next."""
+    model = Denoiser()
+    plan = discover_tokens(model, model.forward, (), {"hidden_states": latent()})
+    (block,) = plan.blocks
+    other = replace(plan, blocks=(replace(block, replicated=(Replicated("third", {}, {}),)),))
+    nobody: Any = None
+    split = TokenSplit(nobody, Axis("patch", 0, 2, (0, 1)), attend_gathered)
+    with pytest.raises(AttributeError, match="third"):
+        TransformerSharder(model, other, split)
+    assert not hooks_of(model)
+    TransformerSharder(model, plan, split).restore()
 
 
 def test_what_is_kept_beyond_the_call() -> None:

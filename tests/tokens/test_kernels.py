@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from torch.nn import functional as F
 
@@ -101,6 +102,28 @@ def test_torchs_own_forms_need_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     model: Any = case.build()
     model.set_attention_backend(name)
     assert BackendChoice(model).kernel is None
+
+
+def test_layers_with_different_kernels_are_refused(calls: list[Any]) -> None:
+    """All of them would be run by one, and by which depended on the order of a set."""
+    model: Any = Set(name=FLUX, strategy="exact").build()
+    model.transformer_blocks[0].attn.processor._attention_backend = AttentionBackendName.NATIVE
+    words = r"layers of FluxTransformer2DModel have different backends \(native, sage\).*set_attention_backend.*cfg=2"
+    with pytest.raises(UnsupportedModel, match=words), BackendChoice(model).set_aside():
+        pass
+    model.transformer_blocks[0].attn.processor._attention_backend = None  # not chosen
+    kernel = BackendChoice(model).kernel
+    assert kernel is not None
+    assert kernel.name is SAGE
+
+
+def test_an_option_that_a_kernel_lacks_is_its_own_error(calls: list[Any]) -> None:
+    q = torch.ones(1, 2, 3, 4)
+    assert (
+        BackendKernel(SAGE)(q, q, q, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False).shape == q.shape
+    )
+    with pytest.raises(TypeError, match="attn_mask"):
+        BackendKernel(SAGE)(q, q, q, attn_mask=torch.ones(3, 3, dtype=torch.bool))
 
 
 def test_a_model_that_will_have_no_other_kernel_is_refused(calls: list[Any]) -> None:

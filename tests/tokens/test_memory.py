@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.errors import PlanError, VerificationError
+from patchpar.errors import ExchangeError, PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
+from patchpar.shard.transformer.plan_lookup import PlanSearch
 from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
@@ -22,6 +24,7 @@ from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 
 from .ranks import LIMIT, predictions
+from .test_interception import Denoiser, latent
 
 FLUX, PIXART = "FluxTransformer2DModel", "PixArtTransformer2DModel"
 
@@ -89,6 +92,58 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
         assert isinstance(found, PlanError)
         assert "does not fit in the memory of every rank" in str(found)
         assert "verify=False" in str(found)
+
+
+class Failing(nn.Module):
+    """A block that runs with all tokens only: with some of them `error` is raised."""
+
+    def __init__(self, block: nn.Module, error: Exception, tokens: int) -> None:
+        super().__init__()
+        self.block, self.error, self.tokens = block, error, tokens
+
+    def forward(self, x: Tensor) -> Any:
+        if x.shape[1] != self.tokens:
+            raise self.error
+        return self.block(x)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), ExchangeError("rank 1 is late")], ids=repr)
+def test_what_is_no_property_of_a_block_is_not_taken_for_one(error: Exception) -> None:
+    """It would be computed whole on every rank from then on, by the plan that is kept."""
+    model = Denoiser()
+    model.blocks = nn.ModuleList(Failing(block, error, 20) for block in model.blocks)
+    with pytest.raises(type(error)) as raised:
+        discover_tokens(model, model.forward, (), {"hidden_states": latent()})
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [AssertionError("all 20 tokens"), RuntimeError("all 20 tokens")], ids=repr)
+def test_a_block_that_needs_all_tokens_is_refused_in_words(error: Exception) -> None:
+    model = Denoiser()
+    model.blocks = nn.ModuleList(Failing(block, error, 20) for block in model.blocks)
+    with pytest.raises(UnsupportedModel, match="with some of its tokens alone it fails: all 20 tokens"):
+        discover_tokens(model, model.forward, (), {"hidden_states": latent()})
+
+
+def test_a_rank_that_is_lost_while_memory_is_short(tmp_path: Path) -> None:
+    """Smaller calls are tried then, which may fail by themselves, but not for that."""
+    model = TRANSFORMERS[FLUX].build()
+    tried = list[int]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tried.append(kwargs["hidden_states"].shape[1])
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("full")
+        raise ExchangeError("rank 1 is late")
+
+    def on_rank(transport: Any) -> Any:
+        mesh = Communicator(transport), Axis("patch", 0, 1, (0,))
+        with torch.no_grad():
+            return PlanSearch(model, mesh, None).find(forward, ((), large_call(FLUX)))
+
+    (found,) = on_threads(1, on_rank)
+    assert isinstance(found, ExchangeError)
+    assert tried == [512, 256]
 
 
 def test_what_is_cut() -> None:

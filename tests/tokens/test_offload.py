@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.group_offload import HOOK, group_here
 from tests import tiny
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
@@ -54,6 +55,23 @@ def test_groups_that_come_to_another_device(tmp_path: Path) -> None:
     words = r"loaded to cuda:1, but this rank is on cpu: use onload_device=torch\.device\('cpu'\), without an index"
     with pytest.raises(UnsupportedModel, match=words):
         split(models, TRANSFORMERS[FLUX].call(0), tmp_path)
+
+
+def test_groups_that_cannot_come_keep_their_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later calls would find no weights on the device."""
+
+    def full() -> None:
+        raise torch.OutOfMemoryError("full")
+
+    model: Any = TRANSFORMERS[FLUX].build()
+    model.enable_group_offload(CPU, CPU, offload_type="block_level", num_blocks_per_group=2)
+    block = model.transformer_blocks[0]
+    hook = block._diffusers_hook.get_hook(HOOK)
+    before = hook.fn_ref.pre_forward, hook.fn_ref.post_forward
+    monkeypatch.setattr(hook.group, "onload_", full)
+    with pytest.raises(torch.OutOfMemoryError, match="full"), group_here(block):
+        pass
+    assert (hook.fn_ref.pre_forward, hook.fn_ref.post_forward) == before
 
 
 PIPELINES = ("flux", "wan")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.unet.discover import ExchangeSites, discover, splits_into_bands
+from patchpar.shard.unet.install import _plain_at
 from patchpar.shard.unet.spatial_arguments import MapScale, level_of, map_of, with_sample_size
 from tests.exact import denoisers
 
@@ -105,6 +106,47 @@ def test_an_argument_of_another_size_that_stays_is_refused() -> None:
     model = Beside((1, 4, 16, 16))
     with pytest.raises(UnsupportedModel, match=r"Beside does not run at the sizes.*another argument.*cfg=2"):
         discover(model, model.forward, call, {})
+
+
+class Particular(Beside):
+    """Fails at some sizes by an error of its own."""
+
+    def __init__(self, error: Exception, sizes: set[int]) -> None:
+        super().__init__()
+        self.error, self.sizes = error, sizes
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        if sample.shape[-1] in self.sizes:
+            raise self.error
+        return self.mix(sample)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd"), ValueError("not a multiple of 16"), AssertionError()], ids=repr)
+def test_sizes_that_a_denoiser_refuses_are_skipped(error: Exception) -> None:
+    model = Particular(error, {8})
+    assert discover(model, model.forward, (torch.zeros(1, 4, 32, 32),), {}).total_stride == 1
+
+
+@pytest.mark.parametrize("error", [ExchangeError("rank 1 is late"), torch.OutOfMemoryError("full")], ids=repr)
+def test_a_lost_rank_or_memory_is_no_property_of_a_denoiser(error: Exception) -> None:
+    """A job that ends with these is made again, on other ranks; what cannot be split is not."""
+    model = Particular(error, {8, 16, 32})
+    with pytest.raises(type(error)) as raised:
+        discover(model, model.forward, (torch.zeros(1, 4, 32, 32),), {})
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_skipped"), [(ValueError("odd"), True), (ExchangeError("late"), False)], ids=["own", "lost rank"]
+)
+def test_a_size_to_verify_at_is_skipped_where_the_denoiser_refuses_it(error: Exception, is_skipped: bool) -> None:
+    model = Particular(error, {2})
+    known, call = discover(model, model.forward, (torch.zeros(1, 4, 32, 32),), {}), ((torch.zeros(1, 4, 32, 32),), {})
+    if is_skipped:
+        assert _plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)[0] == (4, 4)
+    else:
+        with pytest.raises(type(error)):
+            _plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)
 
 
 def test_the_sample_of_a_call() -> None:

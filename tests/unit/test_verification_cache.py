@@ -54,6 +54,19 @@ def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
     assert verifications.find(key, "relative_error", float) == 2e-6
 
 
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the home folder of another user, which a container has been given."""
+
+    def refused(path: Path, **_: object) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    verifications = VerificationCache(tmp_path)
+    key = verifications.key(FACTS)
+    verifications.remember(key, FACTS, relative_error=1e-6)
+    monkeypatch.setattr(Path, "stat", refused)
+    assert verifications.find(key, "relative_error", float) is None
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     verifications = VerificationCache(tmp_path / "file" / "folder")

@@ -18,7 +18,7 @@ from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.vae import attention
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import BandFunctions
-from patchpar.shard.vae.split import SplitMethod, VaeCall
+from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
 from tests.unit.threads import on_threads
 
 from .autoencoders import axis_of, build, given, raised, structured
@@ -58,6 +58,7 @@ CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "reflected": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), weight(3)),
     "reshaped in between": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)).clone(), weight(3)),
     "padded and not convolved": lambda x: F.pad(x, (0, 0, 1, 1))[..., 2:, :] * 2,
+    "padded and given by name": lambda x: torch.mul(input=F.pad(x, (0, 0, 1, 1)), other=2)[..., 2:, :],
     "after a norm": lambda x: F.conv2d(F.silu(F.group_norm(x, 2)), weight(3), padding=1),
     "after a norm, padded before": lambda x: F.conv2d(F.pad(F.silu(F.group_norm(x, 2)), (1, 1, 1, 1)), weight(3)),
     "after a norm, 5 rows": lambda x: F.conv2d(F.group_norm(x, 2), weight(5), padding=2),
@@ -110,6 +111,28 @@ def test_noise_is_that_of_the_whole_image() -> None:
 
     found = on_bands(lambda band: noise(2 * band.patch.bands.size(band.patch.group_rank)))
     assert torch.equal(torch.cat(found), noise(2 * ROWS))
+
+
+def test_only_a_division_that_changes_nothing_is_left_out() -> None:
+    x = torch.linspace(-2, 2, 5)
+
+    def divided(band: VaeBand) -> tuple[bool, Tensor]:
+        return (x / 1) is x, torch.div(x, 1, rounding_mode="floor")
+
+    for is_left_out, floor in on_bands(divided):
+        assert is_left_out
+        assert torch.equal(floor, x.floor())
+
+
+def test_random_numbers_of_a_comparison_are_kept() -> None:
+    """Of a generator too that is not passed by name."""
+    by_place, by_name = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    before = [torch.get_rng_state(), by_place.get_state(), by_name.get_state()]
+    with random_numbers_kept(VaeCall(len, torch.zeros(1), (True, by_place), {"generator": by_name})):
+        for generator in (None, by_place, by_name):
+            torch.rand(3, generator=generator)
+    after = [torch.get_rng_state(), by_place.get_state(), by_name.get_state()]
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
 
 
 def test_the_activation_after_a_norm_takes_no_memory() -> None:

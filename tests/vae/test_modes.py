@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +279,96 @@ def test_one_that_takes_no_small_image_runs_whole(tmp_path: Path) -> None:
         on_ranks("exact", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path)
     for found in on_ranks("auto", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path):
         assert torch.equal(found, wanted("encode"))
+
+
+class OneSize(Squeezing):
+    """Decodes images of one size only, as AutoencoderRAE does, whose decoder is a ViT."""
+
+    def decode(self, z: Tensor) -> Any:
+        if z.shape[-2:] != SIZE:
+            raise ValueError(f"{z.shape[-2] * z.shape[-1]} patches are not {SIZE}")
+        return self.vae.decode(z)
+
+
+@pytest.mark.parametrize("way", ["auto", "rank0"])
+def test_one_that_decodes_no_corner_is_decoded_by_all(way: str, tmp_path: Path) -> None:
+    first, other = on_ranks(way, decode, vae=lambda: OneSize(build(NAME)), folder=tmp_path)
+    assert torch.equal(first, wanted("decode"))
+    assert other.shape == first.shape
+
+
+def test_a_mask_beside_the_latent_is_decoded_by_all(tmp_path: Path) -> None:
+    """It is as large as the image, and fits no corner."""
+    name = "AsymmetricAutoencoderKL"
+    (z, _), (image, _) = given(name, "decode", *SIZE), given(name, "encode", *SIZE)
+    beside = {"image": image, "mask": (image[:, :1] > 0).float()}
+    want = plain(build(name), "decode", z, beside)
+    vae = partial(build, name)
+    first, other = on_ranks("auto", lambda _, own: own.decode(z, **beside).sample, vae=vae, folder=tmp_path)
+    assert torch.equal(first, want)
+    assert other.shape == want.shape
+    assert not torch.equal(want, plain(build(name), "decode", z, {}))
+
+
+@pytest.mark.parametrize("name", ["AutoencoderKLTemporalDecoder", "AsymmetricAutoencoderKL"])
+def test_tiles_of_one_that_has_none_are_refused(name: str) -> None:
+    """diffusers gives it the method all the same, which raises."""
+    x, kwargs = given(name, "decode", *SIZE)
+    with pytest.raises(UnsupportedModel, match=f"{name} cannot run in tiles: use vae='rank0' or vae='exact'"):
+        on_ranks("tiled", lambda vaes, vae: vae.decode(x, **kwargs), vae=lambda: build(name))
+
+
+class Full(Squeezing):
+    """Lacks memory for a small image, too."""
+
+    def decode(self, z: Tensor) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+
+def test_too_little_memory_is_no_reason_to_run_whole(tmp_path: Path) -> None:
+    """Another rank may have enough, and would wait in bands. The caller makes such a job again elsewhere."""
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        on_ranks("auto", decode, vae=lambda: Full(build(NAME)), folder=tmp_path)
+
+
+class Smoothed(Squeezing):
+    """Reads `reach` rows of the bands beside this one."""
+
+    reach = 2
+
+    def decode(self, z: Tensor) -> Any:
+        kernel = torch.ones(z.shape[1], 1, 2 * self.reach + 1, 1) / (2 * self.reach + 1)
+        return self.vae.decode(nn.functional.conv2d(z, kernel, padding=(self.reach, 0), groups=z.shape[1]))
+
+
+class SmoothedFar(Smoothed):
+    reach = 3
+
+
+def test_bands_too_thin_for_a_convolution_are_decoded_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """That depends on the image: a larger one is decoded in bands again."""
+    thin = given(NAME, "decode", 2, 2)[0]
+
+    def both(vaes: ParallelVaes, vae: Any) -> tuple[Tensor, Tensor, str]:
+        return vae.decode(thin).sample, decode(vaes, vae), vaes.vaes[0].mode
+
+    with caplog.at_level(logging.WARNING, "patchpar"):
+        (small, large, mode), (other, _, _) = on_ranks("auto", both, vae=lambda: Smoothed(build(NAME)), folder=tmp_path)
+    assert torch.equal(small, Smoothed(build(NAME)).decode(thin).sample)
+    assert not other.any()
+    assert psnr_db(large, Smoothed(build(NAME)).decode(given(NAME, "decode", *SIZE)[0]).sample) >= 100
+    assert mode == "auto"
+    (record,) = caplog.records
+    assert re.search(r"one rank runs Smoothed whole.*reads 2 rows of its neighbours", record.message)
+    with pytest.raises(PlanError, match=r"reads 2 rows of its neighbours.*use vae='rank0'"):
+        on_ranks("exact", both, vae=lambda: Smoothed(build(NAME)), folder=tmp_path)
+
+
+def test_one_that_reads_farther_than_it_is_verified_runs_whole(tmp_path: Path) -> None:
+    first, _ = on_ranks("auto", decode, vae=lambda: SmoothedFar(build(NAME)), folder=tmp_path)
+    assert torch.equal(first, SmoothedFar(build(NAME)).decode(given(NAME, "decode", *SIZE)[0]).sample)
+    with pytest.raises(UnsupportedModel, match=r"SmoothedFar\.decode does not run in bands at a small size .*3 rows"):
+        on_ranks("exact", decode, vae=lambda: SmoothedFar(build(NAME)), folder=tmp_path)
 
 
 def test_compiled_blocks_are_refused() -> None:

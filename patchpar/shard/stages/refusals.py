@@ -7,10 +7,9 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
-from patchpar.shard.hooks import hooks_of
+from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by, written
-from patchpar.shard.transformer.group_offload import HOOK as GROUP_OFFLOAD
 from patchpar.shard.verification import Call
 from patchpar.shard.weights.packed import blocks_of
 
@@ -25,7 +24,7 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
             f"{kind} has compiled modules ({compiled[0] or kind}), whose graphs would contain what other stages run: "
             "use stage=1, or do not compile it"
         )
-    if any(name == GROUP_OFFLOAD for module in denoiser.modules() for name, _ in hooks_of(module)):
+    if any(map(is_offloaded, denoiser.modules())):
         raise UnsupportedModel(
             f"{kind} has group offloading, which moves weights that stages release: stages take its place; load the "
             "model without it, or use stage=1"

@@ -30,8 +30,12 @@ class BackendKernel:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Return the output [B, N, l, D]; options that the backend lacks are dropped if they are None or False."""
-        given = {name: option for name, option in options.items() if name in self._takes or option not in (None, False)}
+        given = {name: option for name, option in options.items() if name in self._takes or _is_given(option)}
         return self._function(*(x.transpose(1, 2) for x in (query, key, value)), **given).transpose(1, 2)
+
+
+def _is_given(option: Any) -> bool:
+    return isinstance(option, Tensor) or option not in (None, False)
 
 
 class BackendChoice:
@@ -41,6 +45,7 @@ class BackendChoice:
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
+        self._kind = type(denoiser).__name__
         processors = [getattr(module, "processor", None) for module in denoiser.modules()]
         self._all = [each for each in processors if hasattr(each, CHOICE)]
 
@@ -54,12 +59,16 @@ class BackendChoice:
 
     @property
     def kernel(self) -> BackendKernel | None:
-        """The chosen kernel; None for torch's function with any of its backends."""
+        """The chosen kernel; None for torch's function with any backend. Raises UnsupportedModel for several."""
         free = self._free()
-        chosen = {getattr(each, CHOICE) for each in free} - {None}
         active, _ = _AttentionBackendRegistry.get_active_backend()
-        others = [AttentionBackendName(name) for name in chosen or {active}]
-        others = [name for name in others if not name.value.lstrip("_").startswith("native")]
+        chosen = {AttentionBackendName(name) for name in {getattr(each, CHOICE) for each in free} - {None} or {active}}
+        others = [name for name in chosen if not name.value.lstrip("_").startswith("native")]
+        if others and len(chosen) > 1:
+            raise UnsupportedModel(
+                f"attention layers of {self._kind} have different backends ({', '.join(sorted(chosen))}), of which "
+                f"all split tokens would take one: set one for all by set_attention_backend(...), or {WAY_OUT}"
+            )
         return BackendKernel(others[0]) if others and free else None
 
     @contextmanager

@@ -14,11 +14,11 @@ from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import caches_set_aside, refuse_caches
 from patchpar.shard.transformer.attention import TokenSplit, cut_for
 from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
-from patchpar.shard.transformer.group_offload import refuse_elsewhere
 from patchpar.shard.transformer.guard import TokenComparison
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import GivenPlan, PlanSearch
@@ -245,7 +245,7 @@ class TokenDenoiser(SharedDenoiser):
         (comm, axis), policy = self.mesh, self.patch.policy
         cut, ranks = f"{cut_for(policy)}, text {policy.text}", axis.ratio or axis.size
         split = {"tokens": str(self.plan), "strategy": policy.name, "cut": cut, "ranks": ranks}
-        return facts_of(self.denoiser, comm.transport.device, call, **split)
+        return facts_of(self.denoiser, comm.transport.device, call, self.ignored, **split)
 
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
         patch = self.patch

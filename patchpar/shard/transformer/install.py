@@ -55,6 +55,14 @@ class TransformerSharder:
         self.grids: Grids = {}
         self._runs = KnownRuns()
         self._hooks = HookSet()
+        try:
+            self._hook_all()
+        except BaseException:
+            self.restore()  # a denoiser whose parts are others than those of the plan is left as it was
+            raise
+
+    def _hook_all(self) -> None:
+        denoiser, plan = self.denoiser, self.plan
         blocks = plan.paths | {path for path, _ in plan.others}
         compiled: tuple[str, ...] = ()
         for path, module in denoiser.named_modules():

@@ -109,7 +109,8 @@ def _of_each_element(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if kwargs.get("training") or kwargs.get("inplace"):
         return NotImplemented
-    return args[0].with_own(func(args[0].own, *args[1:], **kwargs))
+    own = func(args[0].own, *args[1:], **kwargs)
+    return args[0].with_own(own) if isinstance(own, Tensor) else own  # the name of a dtype
 
 
 def _with_dtype(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

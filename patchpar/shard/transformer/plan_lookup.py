@@ -8,10 +8,8 @@ A plan that is kept or shipped is second-hand: where it does not fit, the denois
 """
 
 import logging
-from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import nn
 
 from patchpar.comm.collectives import AllGather, AxisComm
@@ -24,7 +22,7 @@ from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
-from patchpar.shard.unsupported_model import in_one_line
+from patchpar.shard.unsupported_model import in_one_line, is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import Call, Forward, arguments_of, fingerprint_of
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -121,11 +119,16 @@ class PlanSearch:
         arguments = CallArguments.of(self.denoiser, *call)
         try:
             return discover_tokens(self.denoiser, forward, *call, known=known)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             fewer = smaller_calls(arguments, name_of_latent(self.denoiser, arguments))
         for each in fewer:
-            with suppress(RuntimeError, ValueError, IndexError):
+            try:
                 return discover_tokens(self.denoiser, forward, each.args, each.kwargs, known=known)
+            except Exception as error:
+                if not (is_out_of_memory(error) or is_of_the_split(error)):
+                    raise
         return None
 
     def _keep(self, found: TokenPlan, call: Call, *, otherwise: bool) -> None:

@@ -16,6 +16,7 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.transformer.token_plan import TokenPlan
+from patchpar.shard.unsupported_model import is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import (
     ROUNDINGS,
     SHAKEN,
@@ -78,10 +79,9 @@ def _plain_within_memory(
         want: list[Tensor] | None = None
         try:
             want = floats_in(call.passed_to(forward))
-        except torch.OutOfMemoryError:
-            pass
-        except (RuntimeError, ValueError, IndexError):  # other arguments hold the number of tokens
-            if not number:
+        except Exception as error:
+            unlike = number > 0 and is_of_the_split(error)  # other arguments hold the number of tokens
+            if not (unlike or is_out_of_memory(error)):
                 raise
         if every_rank_has(together, "memory", want is not None) and want is not None:
             return call, want

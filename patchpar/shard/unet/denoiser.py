@@ -22,6 +22,7 @@ from patchpar.shard.compiled import refuse_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import band_cuts
+from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
@@ -128,6 +129,7 @@ class PatchedDenoiser(SharedDenoiser):
         refuse_wrapped(self.denoiser)
         before = self._look()
         refuse_caches(self.denoiser, stale=self.history is not None)
+        refuse_elsewhere(self.denoiser, self.patch.comm.transport.device)
         with self.foreign.set_aside(forward) as from_before:
             self._install_at(from_before, kind, call)
             self.watched.record(before)
@@ -182,7 +184,7 @@ class PatchedDenoiser(SharedDenoiser):
             "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
-            "arguments": [str(kind) for kind in kind_of_call(call)],
+            "arguments": [str(kind) for kind in kind_of_call(call, self.ignored)],
         }
 
     def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +278,7 @@ def bands_of(total: int, axis: Axis, unit: int) -> Bands:
     try:
         return split_bands(total, axis.size, unit, axis.ratio)
     except ValueError as error:
-        raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger image") from error
+        raise PlanError(f"{error}: use at most {max(1, total // unit)} on axis 'patch', or a larger image") from error
 
 
 REFUSED = {

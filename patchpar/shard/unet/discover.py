@@ -29,6 +29,7 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import TOKEN_LAYERS, ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
 from patchpar.shard.unet.transforms import TransformsMode, modules_with_transforms
+from patchpar.shard.unsupported_model import is_of_the_split
 
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
 PROBE_SIZES = (8, 16, 32)  # latent rows and columns, smallest first: the last is enough for a total stride of 32
@@ -181,14 +182,16 @@ def _probed(
     The size is the smallest that the denoiser runs at and that leaves LEAST_ROWS everywhere, if one does. Resizing
     arguments is tried where the denoiser runs at no size without. Raises UnsupportedModel.
     """
-    failed: RuntimeError | None = None
+    failed: Exception | None = None
     for beside in dict.fromkeys([(), as_large_as_the_latent(args, kwargs)]):
         for size in PROBE_SIZES:
             try:
                 first, second = (
                     _probe(denoiser, forward, args, kwargs, (rows, size), beside) for rows in (size, 2 * size)
                 )
-            except RuntimeError as error:
+            except Exception as error:
+                if not is_of_the_split(error):
+                    raise
                 failed = failed or error
                 continue
             if size == PROBE_SIZES[-1] or all(shape[-2] >= LEAST_ROWS for shape in first.convs.values()):

@@ -6,6 +6,7 @@ verify     compare the split forward with the plain one, at two sizes, on all ra
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.group_offload import group_here, is_offloaded
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
@@ -26,6 +28,7 @@ from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
 from patchpar.shard.unet.layers import stencil_of
 from patchpar.shard.unet.pooling import PoolingHook
 from patchpar.shard.unet.spatial_arguments import with_sample_size
+from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import Call, Comparison, relative_error, rounding_limit
 
 HOOK = "patchpar_seam"
@@ -101,11 +104,19 @@ class UNetSharder:
         return True
 
     def _hook(self, path: str, hook: ModelHook, name: str = HOOK) -> None:
-        self._hooks.install(self._modules[path], hook, name)
+        module = self._modules[path]
+        if is_offloaded(module):  # its weights come before its own forward, which does not run
+            hook.new_forward = partial(_with_its_group, hook.new_forward)
+        self._hooks.install(module, hook, name)
 
     def restore(self) -> None:
         """Remove every exchange point. Idempotent."""
         self._hooks.close()
+
+
+def _with_its_group(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with group_here(module):
+        return forward(module, *args, **kwargs)
 
 
 Size = tuple[int, int]
@@ -144,8 +155,8 @@ def _plain_at(
         args, kwargs = with_sample_size(*call, size, seed=seed, beside=known.beside)
         try:
             prediction = first_tensor(plain(*args, **kwargs))
-        except RuntimeError:  # skip connections of different sizes: this denoiser takes whole multiples only
-            if size == sizes[-1]:
+        except Exception as error:  # skip connections of different sizes: this denoiser takes whole multiples only
+            if size == sizes[-1] or not is_of_the_split(error):
                 raise
             continue
         if tuple(prediction.shape[-2:]) == size:  # or it has cut the remainder

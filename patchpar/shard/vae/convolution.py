@@ -108,8 +108,6 @@ def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant"
         if beyond is not None:
             band.leave(moved(beyond, y, lambda rows: F.pad(rows, across, mode, value)))
         return y
-    if beyond is not None and any(beyond.padded):
-        raise UnsupportedModel(f"{band.where}: rows are padded twice")
     if beyond is not None and max(before, after) == 1:
         band.take(input)
     else:

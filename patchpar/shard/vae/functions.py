@@ -37,7 +37,7 @@ def _with_function(answer: Answer, function: Callable[..., Any]) -> Answer:
 def _divide(band: VaeBand, function: Callable[..., Tensor], x: Any, divisor: Any, **kwargs: Any) -> Tensor:
     """Skip a division by 1: residual blocks divide by a scale that is nearly always 1, a copy of the largest maps."""
     same = isinstance(divisor, (int, float)) and divisor == 1 and isinstance(x, Tensor) and x.is_floating_point()
-    return x if same else function(x, divisor, **kwargs)
+    return x if same and not kwargs else function(x, divisor, **kwargs)
 
 
 def _noise(band: VaeBand, *size: Any, **kwargs: Any) -> Tensor:
@@ -72,12 +72,10 @@ class BandFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        answer = ANSWERS.get(func)
+        answer, kwargs = ANSWERS.get(func), kwargs or {}
         if func not in CONVOLUTIONS and getattr(func, "__name__", "") != "__get__":  # shapes may be looked at
-            self.band.settle(args)
-        if answer is None:
-            return func(*args, **(kwargs or {}))
-        return answer(self.band, *args, **(kwargs or {}))
+            self.band.settle((*args, *kwargs.values()))
+        return func(*args, **kwargs) if answer is None else answer(self.band, *args, **kwargs)
 
 
 @contextmanager

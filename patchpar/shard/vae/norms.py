@@ -91,7 +91,7 @@ def _normalised(norm: GroupNormArguments, x: Tensor, moments: Tensor) -> tuple[T
 def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Apply an activation to rows [B, C, ..., h, W] and those beyond, in place on a norm's output if torch can."""
     beyond = band.beyond(input)
-    if beyond is None or any(beyond.padded):
+    if beyond is None:
         return function(input, *args, **kwargs)
     y = function(input, inplace=True) if function in INPLACE else function(input, *args, **kwargs)
     band.leave(moved(beyond, y, lambda rows: function(rows, *args, **kwargs)))

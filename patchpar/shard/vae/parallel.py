@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.vae.outputs import joined
 from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
 from patchpar.shard.verification_cache import VerificationCache
@@ -107,7 +108,7 @@ class ParallelVae:
         if self.mode in ("auto", "exact") and not self._tiling_wins():
             try:
                 return self._exactly(name, call)
-            except (UnsupportedModel, VerificationError) as error:
+            except (PlanError, VerificationError) as error:
                 self._give_up(error)
         return self._whole(name, call)
 
@@ -134,10 +135,11 @@ class ParallelVae:
         return tiled
 
     def _give_up(self, error: Exception) -> None:
-        """Raise `error` in mode "exact"; in mode "auto" log a warning and run whole from now on."""
+        """Raise `error` in mode "exact"; in mode "auto" log a warning and run whole, from now on or this image."""
         if self.mode == "exact":
             raise type(error)(f"{error}: use vae='rank0', or vae='tiled' to save memory") from error
-        self.mode = "rank0"
+        if isinstance(error, (UnsupportedModel, VerificationError)):  # else the bands of this image are too thin
+            self.mode = "rank0"
         self._say(f"one rank runs {type(self.vae).__name__} whole, because it cannot be split: {error}")
 
     def _say(self, what: str) -> None:
@@ -196,8 +198,8 @@ def _is_vae(module: Any) -> bool:
 @contextmanager
 def in_tiles(vae: Any) -> Iterator[None]:
     """Enable diffusers' tiling while open. Raises UnsupportedModel for a VAE that has none."""
-    if not hasattr(vae, "enable_tiling"):
-        raise UnsupportedModel(f"{type(vae).__name__} has no enable_tiling: use vae='rank0' or vae='exact'")
+    if not (hasattr(vae, "enable_tiling") and hasattr(vae, "use_tiling")):  # some have diffusers' method only
+        raise UnsupportedModel(f"{type(vae).__name__} cannot run in tiles: use vae='rank0' or vae='exact'")
     before = vae.use_tiling
     vae.enable_tiling()
     try:
@@ -212,10 +214,18 @@ def is_tiled(vae: nn.Module) -> bool:
 
 
 def stand_in(call: VaeCall) -> Any:
-    """Return zeros of the decoded shape, for a rank whose image is not used: a decoded corner shows the ratio."""
+    """Return zeros of the decoded shape, for a rank whose image is not used: a decoded corner shows the ratio.
+
+    The image itself of a VAE that decodes no corner, since it has images of one size only.
+    """
     rows, columns = (min(CORNER, size) for size in call.x.shape[-2:])
     with random_numbers_kept(call):
-        corner = call.on(call.x[..., :rows, :columns].contiguous())
+        try:
+            corner = call.on(call.x[..., :rows, :columns].contiguous())
+        except Exception as error:
+            if not is_of_the_split(error):
+                raise
+            return call.on(call.x)
 
     def whole(x: Tensor) -> Tensor:
         height, width = (x.shape[dim] * call.x.shape[dim] // size for dim, size in ((-2, rows), (-1, columns)))

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import split_bands
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.default_generators import DefaultGenerators
 from patchpar.shard.generators import generators_of
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
+from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
 from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
@@ -103,7 +104,9 @@ class SplitMethod:
             try:
                 with random_numbers_kept(call):  # it may sample
                     latent = tensors_of(call.on(corner.contiguous()))[0]
-            except (RuntimeError, ValueError, IndexError) as error:
+            except Exception as error:
+                if not is_of_the_split(error):
+                    raise
                 raise UnsupportedModel(
                     f"{type(self.vae).__name__}.{self.name} fails with an image of {PROBE} x {PROBE} pixels ({error})"
                 ) from error
@@ -169,9 +172,11 @@ class SplitMethod:
                 want = tensors_of(call.on(call.x))
             with random_numbers_kept(call):
                 got = tensors_of(self._in_bands(call, everywhere=True))
-        except PatchparError:
+        except UnsupportedModel:
             raise
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception as error:
+            if not (is_of_the_split(error) or isinstance(error, PlanError)):  # that of bands too thin for a convolution
+                raise
             raise UnsupportedModel(
                 f"{type(self.vae).__name__}.{self.name} does not run in bands at a small size ({error})"
             ) from error
@@ -197,7 +202,7 @@ def longer_dim(x: Tensor) -> int:
 @contextmanager
 def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     """Restore the default random state, and those of generators among the arguments, at the end."""
-    generators = generators_of(call.kwargs)
+    generators = generators_of({**call.kwargs, "*": call.args})
     states = [generator.get_state() for generator in generators]
     default = DefaultGenerators(call.x.device)
     try:

@@ -19,6 +19,8 @@ from patchpar.shard.verification import every_rank_has, uncounted
 class HostSegment:
     """Memory of this rank, `memory` [bytes], that other processes of the host can open until `forget`."""
 
+    descriptor = -1  # where none could be opened
+
     def __init__(self, num_bytes: int) -> None:
         self.descriptor = anonymous_file("patchpar-weights")
         os.ftruncate(self.descriptor, max(num_bytes, mmap.PAGESIZE))

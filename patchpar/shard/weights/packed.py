@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.hooks import hooks_of
+from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.verification import is_alike
 from patchpar.shard.weights.adapter_layers import adapter_modules
 from patchpar.shard.weights.compiled_parts import blocks_outside_graphs
@@ -29,7 +29,6 @@ OUTSIDE = -1
 APART = 2**48  # bytes between made-up addresses
 HOST = torch.device("cpu")
 NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
-GROUP_OFFLOAD = "group_offloading"  # as diffusers names its hook
 CopyMemory = Callable[[Tensor, int, int, Tensor], object]
 """Copies the bytes from the first to before the last of a tensor of any shape, with what lies between its elements."""
 
@@ -178,10 +177,7 @@ def _is_on(found: torch.device, devices: Sequence[torch.device]) -> bool:
 
 def _is_offloaded(network: nn.Module) -> bool:
     """Whether hooks of accelerate or diffusers move the weights between devices; they may be in host memory now."""
-    return any(
-        "_hf_hook" in vars(module) or any(name == GROUP_OFFLOAD for name, _ in hooks_of(module))
-        for module in network.modules()
-    )
+    return any("_hf_hook" in vars(module) or is_offloaded(module) for module in network.modules())
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:

@@ -15,6 +15,7 @@ from patchpar.shard.transformer.probe.observe_block import WHOLE, Severance, obs
 from patchpar.shard.transformer.probe.row_trace import Observed, RowSources, moved_indices, trace_rows
 from patchpar.shard.transformer.probe.token_rows import TokenArgument, run_as_rows, run_of
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
+from patchpar.shard.unsupported_model import attempted
 
 
 class BlockProbe:
@@ -169,7 +170,7 @@ class BlockProbe:
         x = self.tensors[name]
         for dim in range(x.ndim):
             if x.shape[dim] > 1:
-                with suppress(RuntimeError, ValueError, IndexError):  # the block fails with any other values
+                with attempted():  # the block fails with any other values
                     start = anchor.start_in(self._trace(name, dim, self._severance_for(anchor)))
                     if start is not None:
                         return run_as_rows(dim, start, anchor.count, x.shape[dim])

@@ -20,6 +20,7 @@ from patchpar.shard.transformer.probe.row_trace import TOLERANCE, Observed
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import TOKEN, TokenGrid, TokenRanges
+from patchpar.shard.unsupported_model import is_of_the_split
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # integers that may be counts: all sets of them are tried
@@ -62,7 +63,9 @@ class _BlockTrial:
             candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
             try:
                 _try(candidate, self.block, self.severance, self.whole, ranges)
-            except (RuntimeError, ValueError, IndexError) as error:
+            except Exception as error:
+                if not is_of_the_split(error):
+                    raise
                 reasons.append(str(error))
                 continue
             return candidate

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.group_offload import group_here
+from patchpar.shard.group_offload import group_here
 from patchpar.shard.transformer.probe.block import BlockProbe
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, CapturedRun, Kind, watch
 from patchpar.shard.transformer.probe.grid import GridSources
@@ -30,7 +30,7 @@ from patchpar.shard.transformer.probe.text import with_text
 from patchpar.shard.transformer.probe.watched import with_watched_modules
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
-from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.unsupported_model import attempted, in_one_line, is_of_the_split
 
 
 def discover_tokens(
@@ -105,14 +105,10 @@ def _plan_of(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> Bl
         return None if plan is None else with_text(plan, probe)
     except UnsupportedModel:
         for otherwise in (_mixing_plan, replicated_plan):
-            try:
+            with attempted():
                 found = otherwise(block, moved, latent_size)
-            except Exception as error:
-                if not is_of_the_split(error):
-                    raise
-                found = None
-            if found is not None:
-                return found
+                if found is not None:
+                    return found
         raise
 
 

@@ -23,7 +23,7 @@ from patchpar.shard.transformer.probe.token_rows import TokenArgument
 from patchpar.shard.transformer.token_plan import BlockPlan, TextPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, cut_runs, runs_of
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted, is_of_the_split
 
 Both = tuple[TokenRanges, TokenRanges]  # of the first run and the second
 
@@ -33,11 +33,8 @@ def with_text(plan: BlockPlan, probe: BlockProbe) -> BlockPlan:
     tokens = round(plan.ratio * probe.latent_size)
     found = sorted(_candidates(plan, probe, tokens), key=lambda each: (each.reaches_output, each.count), reverse=True)
     for anchor in found:
-        try:
+        with attempted():
             return _proved(plan, _plan_for(anchor, probe), probe.block, (tokens, anchor.count))
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
     return plan
 
 
@@ -99,7 +96,9 @@ def _proved(plan: BlockPlan, text: TextPlan, block: CapturedBlock, sizes: tuple[
         found = replace(plan, text=replace(text, counts=counts))
         try:
             _try(found, block, whole, (first, last))
-        except (RuntimeError, ValueError, IndexError) as error:
+        except Exception as error:
+            if not is_of_the_split(error):
+                raise
             reason = reason or str(error)
             continue
         return found

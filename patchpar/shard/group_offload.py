@@ -1,7 +1,7 @@
-"""diffusers' group offloading, for blocks that are called alone.
+"""diffusers' group offloading, for modules whose weights are read although their forward does not run.
 
 The first block of a group loads the weights of the whole group, and the last one offloads them. A block between them,
-called alone while tokens are searched, would have no weights.
+called alone while tokens are searched, would have no weights, nor would a convolution that is computed in a band.
 """
 
 from collections.abc import Iterator
@@ -16,6 +16,11 @@ from patchpar.errors import UnsupportedModel
 HOOK = "group_offloading"  # as diffusers names it
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether a module itself loads or offloads a group."""
+    return _hook_of(module) is not None
+
+
 @contextmanager
 def group_here(block: nn.Module) -> Iterator[None]:
     """Keep the weights of the block's group on the compute device while open."""
@@ -26,12 +31,12 @@ def group_here(block: nn.Module) -> Iterator[None]:
     reference = hook.fn_ref
     before = reference.pre_forward, reference.post_forward
     reference.pre_forward, reference.post_forward = _as_it_is, _unchanged
-    hook.group.onload_()
     try:
+        hook.group.onload_()
         yield
     finally:
-        hook.group.offload_()
         reference.pre_forward, reference.post_forward = before
+        hook.group.offload_()
 
 
 def refuse_elsewhere(denoiser: nn.Module, device: torch.device) -> None:
