@@ -11,9 +11,10 @@ exchanged   halo rows, moments, corrections of keys and values; keys and values 
 when        halo, moments and corrections fresh, keys and values stale
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from patchpar.errors import PlanError
 from patchpar.plan.exchange_policy import (
     BITS,
     CORRECTIONS,
@@ -34,6 +35,8 @@ from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 
 MIB = 2**20
+OF_CONTEXT = {"band": "pooled", "pool": "pooled", "refresh": "partials"}
+"""The context that an option is of: with another it would change nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,8 @@ class FreshEdges(PatchStrategy):
     may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
     beginning, the first included.
     `text` of a transformer with joint attention: "split" between ranks, its keys and values fresh; or computed "whole"
-    by each rank; "auto" splits it where keys and values of all tokens are sent as they are. Raises PlanError.
+    by each rank; "auto" splits it where keys and values of all tokens are sent as they are. Raises PlanError, also for
+    options of another context.
     """
 
     name: ClassVar[str] = "fresh-edges"
@@ -79,6 +83,22 @@ class FreshEdges(PatchStrategy):
         check_count(self.name, "refresh", self.refresh)
         check_choice(self.name, "text", self.text, ("auto", *TEXTS))
         check_resync(self.name, self.quality, self.budget)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise PlanError for an option that another one leaves without effect."""
+        for option in fields(self):
+            value, context = getattr(self, option.name), OF_CONTEXT.get(option.name, self.context)
+            if value != option.default and self.context != context:
+                raise PlanError(
+                    f"{self.name}: {option.name}={value} changes nothing with context={self.context}: use "
+                    f"context={context}, or leave {option.name} out"
+                )
+        if self.context == "partials" and self.correction == "linear":
+            raise PlanError(
+                f"{self.name}: correction={self.correction} changes nothing with context=partials, which caches no "
+                "keys: use context=all or pooled, or leave correction out"
+            )
 
     @property
     def policy(self) -> ExchangePolicy:

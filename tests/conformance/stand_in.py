@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchpar.comm.transport import link_groups
+from patchpar.comm.transport import link_groups, torch_groups, torch_p2p
 from patchpar.comm.transport.group_transport import GroupTransport
 from patchpar.comm.transport.link_groups import GroupMember
 from patchpar.comm.transport.torch_p2p import TorchTransport
@@ -151,6 +151,9 @@ class StandIn:
             for name, found in stand_ins.items():
                 stack.enter_context(mock.patch.object(dist, name, found, create=True))
             stack.enter_context(mock.patch.object(GroupTransport, "_start", noted))
+            # A rank is known by its thread.
+            stack.enter_context(mock.patch.object(torch_groups, "within", lambda seconds, make, device: make()))
+            stack.enter_context(mock.patch.object(torch_p2p, "within", lambda seconds, make, device: make()))
             stack.enter_context(mock.patch.object(link_groups, "standalone_group", self._standalone))
             stack.enter_context(mock.patch.object(torch.cpu, "Event", _Event))
             stack.enter_context(mock.patch.object(torch.cpu, "current_device", return_value=0))

@@ -125,12 +125,19 @@ def test_a_failed_exchange_ends_those_that_wait_there() -> None:
 CPU = torch.device("cpu")
 
 
-def in_memory(num_bytes: int, device: torch.device, group: Any) -> MappedMemory:
-    memory = torch.zeros(num_bytes, dtype=torch.uint8)
+def in_memory(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def without(num_bytes: int, device: torch.device) -> Tensor:
+    raise RuntimeError("CUDA out of memory")
+
+
+def shared(memory: Tensor, group: Any) -> MappedMemory:
     return MappedMemory(memory, [memory.data_ptr()] * 2, None)
 
 
-def refused(num_bytes: int, device: torch.device, group: Any) -> MappedMemory:
+def refused(memory: Tensor, group: Any) -> MappedMemory:
     raise RuntimeError("no access between cuda:0 and cuda:1")
 
 
@@ -147,17 +154,19 @@ def of_two_hosts(own: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("allocate", "gather", "works", "message"),
+    ("allocate", "rendezvous", "gather", "works", "message"),
     [
-        (in_memory, agreeing, True, ""),
-        (refused, agreeing, True, "no access between cuda:0 and cuda:1"),
-        (in_memory, with_a_failure, True, r"no symmetric memory on ranks \[5\]"),
-        (in_memory, of_two_hosts, True, "ranks are on several hosts"),
-        (in_memory, agreeing, False, "what was written to the memory of another rank has not come"),
+        (in_memory, shared, agreeing, True, ""),
+        (without, shared, agreeing, True, "CUDA out of memory"),
+        (in_memory, refused, agreeing, True, "no access between cuda:0 and cuda:1"),
+        (in_memory, shared, with_a_failure, True, r"no symmetric memory on ranks \[5\]"),
+        (in_memory, shared, of_two_hosts, True, "ranks are on several hosts"),
+        (in_memory, shared, agreeing, False, "what was written to the memory of another rank has not come"),
     ],
 )
 def test_all_ranks_use_it_or_none_and_the_log_says_why(
     allocate: Any,
+    rendezvous: Any,
     gather: Callable[[Tensor], Tensor],
     works: bool,
     message: str,
@@ -166,10 +175,22 @@ def test_all_ranks_use_it_or_none_and_the_log_says_why(
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "why_not", lambda _: "")
     monkeypatch.setattr(symmetric_memory, "works", lambda *_: works)
-    found = formed((4, 5), mock.Mock(rank=lambda: 0), CPU, gather, allocate)
+    found = formed((4, 5), mock.Mock(rank=lambda: 0), CPU, gather, allocate, rendezvous)
     assert isinstance(found, PeerMemory) == (not message)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(message)
     assert re.search(message, caplog.text)
+
+
+def test_no_rank_waits_for_the_memory_of_one_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks map memory together: torch waits for minutes for one that does not come."""
+    monkeypatch.setattr(symmetric_memory, "why_not", lambda _: "")
+    monkeypatch.setattr(symmetric_memory, "works", lambda *_: True)
+    rank, rendezvous = mock.Mock(rank=lambda: 0), mock.Mock(side_effect=shared)
+    questions = iter([agreeing, with_a_failure])
+    assert formed((4, 5), rank, CPU, lambda own: next(questions)(own), in_memory, rendezvous) is None
+    assert not rendezvous.called
+    assert formed((4, 5), rank, CPU, agreeing, in_memory, rendezvous) is not None
+    assert rendezvous.called, "control: all have some"
 
 
 def test_this_build_says_that_it_has_none() -> None:

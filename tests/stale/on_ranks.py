@@ -76,6 +76,25 @@ def called_twice(this: PoolRank, run: Run, pauses: int) -> list[list[Tensor]]:
 
 
 @torch.no_grad()
+def reported(this: PoolRank, run: Run) -> tuple[int, int]:
+    """Bytes that the reports of an image say this rank has sent, and those counted, without the reports themselves."""
+    clock, found = StepClock(), list[float]()
+    bands = patched(this, run, clock)
+    history, traffic = bands.history, bands.patch.comm.traffic
+    assert history is not None
+    receive = history.receive
+
+    def noted(gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
+        found.append(float(gathered[this.rank][0][2]))
+        receive(gathered, fresh=fresh)
+
+    with patch.object(history, "receive", noted):
+        image(bands, clock, run)
+    reports = 3 * 4 * (this.world - 1) * len(found)
+    return round(sum(found)), traffic.total_bytes - reports
+
+
+@torch.no_grad()
 def called_without_end(this: PoolRank, run: Run) -> tuple[int, str]:
     """How often the denoiser can be called without a step of the scheduler, and what is said then."""
     clock = StepClock()

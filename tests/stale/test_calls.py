@@ -41,6 +41,15 @@ def test_a_call_for_each_branch_of_guidance(ranks: Any, strategy: str) -> None:
     assert errors(second[3:4], emulated(other, 3, (0, 1, 2, 4))[3:])[-1] > 10 * SAME
 
 
+@pytest.mark.parametrize("evaluations", [1, 4])
+def test_a_budget_counts_all_that_is_sent(ranks: Any, evaluations: int) -> None:
+    """The prediction too, which is sent with the report on what was sent."""
+    for reported, counted in ranks.run(
+        f"{ON_RANKS}:reported", 3, Run(strategy="fresh-edges:budget=1", evaluations=evaluations)
+    ):
+        assert reported == counted > 0
+
+
 def test_calls_without_a_step_are_refused(ranks: Any) -> None:
     for number, message in ranks.run(f"{ON_RANKS}:called_without_end", 2, Run(strategy=EDGES, size=(8, 8))):
         assert number == 16

@@ -99,6 +99,33 @@ def test_options_out_of_bounds_are_named(text: str) -> None:
         parse_strategy(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fresh-edges:band=0.2", "band=0.2 changes nothing with context=all: use context=pooled, or leave band out"),
+        ("fresh-edges:context=partials,pool=8", "pool=8 changes nothing with context=partials: use context=pooled"),
+        ("fresh-edges:context=pooled,refresh=2", "refresh=2 changes nothing with context=pooled: use context=partials"),
+        ("fresh-edges:context=partials,correction=linear", "correction=linear changes nothing with context=partials"),
+        ("structure:guide=flow,structure_strength=0", "guide=flow changes nothing with structure_strength=0"),
+        ("structure:guide=flow,preset=paper", "guide=flow changes nothing .*=0, that of preset=paper"),
+        ("structure:margin=0.1,overlap=0.3", "overlap=0.3 changes nothing with margin=0.1: leave one of them out"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_strategy(text)
+
+
+def test_options_of_their_context_are_not_refused() -> None:
+    for text in (
+        "fresh-edges:context=pooled,band=0.2,pool=8,correction=linear",
+        "fresh-edges:context=partials,refresh=2,correction=none",
+        "structure:guide=flow,preset=paper,structure_strength=0.5",
+        "structure:margin=0.1",
+    ):
+        assert str(parse_strategy(text)).startswith(text.partition(":")[0])
+
+
 def test_every_name_is_known() -> None:
     assert {name: found.name for name, found in known().items()} == {name: name for name in known()}
     assert set(known()) - {"structure"} == {strategy.name for strategy in STRATEGIES}  # structure has no seams to treat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
-from patchpar.comm.transport.stream_waits import GLANCE, StreamWaits
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, form_groups, stream_waits
+from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
+from patchpar.launch.hang_detection import WORK_TIMES
 
 
 class Gpu:
@@ -147,6 +149,46 @@ def test_ranks_that_do_not_meet_fail_within_the_deadline(gpu: Gpu) -> None:
     assert gpu.enqueued[1:] == ["abort", "abort"]
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("new_group", r"the group of ranks \[0, 1, 2\] of nccl is not there within 0\.05 s: another rank has not come"),
+        ("barrier", r"rank 2 at the first operation.* 0\.05 s.*--ipc=host"),
+    ],
+)
+def test_ranks_that_nccl_waits_for_in_a_call_fail_within_the_deadline(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    """It connects ranks in calls that return when all are there: a rank may have failed before it came to that."""
+    blocked, call = threading.Event(), getattr(torch.distributed, name)
+
+    def blocking(*args: Any, **kwargs: Any) -> Any:
+        blocked.wait(60)
+        return call(*args, **kwargs)
+
+    monkeypatch.setattr(torch.distributed, name, blocking)
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(transport, deadline=0.05)
+        try:
+            with pytest.raises(ExchangeError, match=message):
+                made.result(timeout=30)
+        finally:
+            blocked.set()
+
+
+def test_a_group_that_another_rank_does_not_come_to_ends_the_transport(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of groups are counted on each rank, so that later ones would be others."""
+    line, blocked = transport(deadline=0.05), threading.Event()
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_: blocked.wait(60))
+    with pytest.raises(ExchangeError, match=r"the group of ranks \[0, 2\]"):
+        form_groups(line, [(0, 2)], symmetric_memory=False)
+    blocked.set()
+    with pytest.raises(ExchangeError, match=r"not used again.*the group of ranks \[0, 2\]"):
+        line.send_recv([], [], "norm1")
+
+
 def test_what_nccl_says_of_the_first_operation_is_passed_on(gpu: Gpu) -> None:
     gpu.__dict__["no_barrier"] = "unhandled system error"
     with pytest.raises(ExchangeError, match=r"first operation of all ranks: unhandled system error\. With NCCL_DEBUG"):
@@ -211,7 +253,7 @@ def test_a_message_that_never_comes_is_named_by_a_later_exchange(gpu: Gpu) -> No
 def test_a_late_message_frees_the_stream_though_the_process_is_blocked(gpu: Gpu) -> None:
     """As in a synchronisation with the GPU: nobody starts another exchange, which would look back."""
     line = transport(deadline=0.05)
-    gpu.stuck = True
+    gpu.stuck, gpu.reached = True, 0.0
     line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
     give_up = time.monotonic() + 60
     while gpu.stuck and time.monotonic() < give_up:
@@ -220,6 +262,83 @@ def test_a_late_message_frees_the_stream_though_the_process_is_blocked(gpu: Gpu)
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] .* within 0.05 s"):
         line.settle("end of the call")
     line.close()
+
+
+class Clock:
+    """In the place of `time`. `now`: seconds."""
+
+    def __init__(self) -> None:
+        self.now, self.sleep = 100.0, time.sleep
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(stream_waits, "time", found)
+    return found
+
+
+def test_a_gpu_that_computes_before_a_wait_is_not_late(gpu: Gpu, clock: Clock) -> None:
+    """The process enqueues the wait at once, and a call of the network takes longer than the deadline."""
+    late: list[str] = []
+    waits = StreamWaits("cpu", lambda: 60.0, late.append, lambda waits: None)
+    gpu.stuck = True
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at guidance: no message from ranks [1]")
+    for _ in range(10):
+        clock.now += 10
+        waits.look()
+    assert late == [], "it has computed for 100 s"
+    gpu.reached = 0.0
+    for _ in range(25):
+        waits.look()
+        clock.now += 10
+    assert late == [], "another rank may compute as long as this one"
+    clock.now += 20
+    waits.look()
+    assert late == ["rank 2 at guidance: no message from ranks [1] within 260 s"], "control: it waits for too long"
+
+
+def test_a_graph_has_the_time_that_the_gpu_computed_before(gpu: Gpu, clock: Clock) -> None:
+    """It computes and waits in one. Its steps have run before it was captured."""
+    late: list[str] = []
+    waits = StreamWaits("cpu", lambda: 60.0, late.append, lambda waits: None)
+    gpu.stuck = True
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at guidance: no message from ranks [1]")
+    clock.now += 100
+    waits.look()
+    gpu.stuck = False
+    waits.look()
+    waits.watch(lambda: False, lambda: "rank 2: the replay of its graph has not ended")
+    clock.now += 250
+    waits.look()
+    assert late == []
+    clock.now += 20
+    waits.look()
+    assert late == ["rank 2: the replay of its graph has not ended within 260 s"]
+
+
+def test_a_gpu_that_never_ends_what_it_computes_is_said(gpu: Gpu, clock: Clock) -> None:
+    late: list[str] = []
+    waits = StreamWaits("cpu", lambda: 60.0, late.append, lambda waits: None)
+    gpu.stuck = True
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at norm1: no message")
+    clock.now += WORK_TIMES * 60.0 + 1
+    waits.look()
+    assert late == ["rank 2 at norm1: no message: the GPU of this rank has not come to that wait within 1800 s"]
+
+
+def test_kernels_that_wait_for_other_ranks_have_the_deadline_from_their_start(gpu: Gpu, clock: Clock) -> None:
+    """They stand before the events of a wait, so that nobody knows whether the GPU computes."""
+    late: list[str] = []
+    waits = StreamWaits("cpu", lambda: 60.0, late.append, lambda waits: None)
+    gpu.stuck = True
+    waits.wait_for([ENQUEUED], lambda: "rank 2 at norm1: no message")
+    clock.now += 61
+    waits.look()
+    assert late == ["rank 2 at norm1: no message within 60 s"]
 
 
 def test_a_rank_that_is_gone_frees_the_stream_before_the_deadline(gpu: Gpu) -> None:

@@ -124,9 +124,16 @@ def unregister_memory(transport: Transport, memory: Tensor) -> None:
 
 
 def form_groups(transport: Transport, sets: Sequence[tuple[int, ...]], *, symmetric_memory: bool) -> None:
-    """Prepare operations of these sets of ranks, where the transport has any; see `Collectives.form`. Collective."""
+    """Prepare operations of these sets of ranks, where the transport has any; see `Collectives.form`. Collective.
+
+    Raises ExchangeError where another rank does not come to it; the transport is not used again.
+    """
     if transport.collectives is not None:
-        transport.collectives.form(sets, symmetric_memory=symmetric_memory)
+        try:
+            transport.collectives.form(sets, symmetric_memory=symmetric_memory)
+        except ExchangeError as error:
+            transport.poison(str(error))
+            raise
     elif symmetric_memory:
         log.warning("no symmetric memory: these ranks exchange through memory of the host, as they have no GPU each")
 

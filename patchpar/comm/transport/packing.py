@@ -118,14 +118,17 @@ def gather_buffers(
 ) -> tuple[Tensor, Tensor] | None:
     """Return `own`, tensors of any shape, as [elements], and a buffer [ranks, elements] for those of all ranks.
 
-    `others`: what the other ranks send. All rows are as long as the longest. None where a gather of equal rows would
-    send much more than there is; all ranks find the same. `memory`: has the buffers, if given.
+    `others`: what the other ranks send. All rows are as long as the longest, of several dtypes aligned. None where a
+    gather of equal rows would send much more than there is; all ranks find the same. `memory`: has the buffers, if
+    given.
     """
     layouts = [layout_of(tuple(map(TensorSpec.of, own))), *map(layout_of, others)]
     sizes = [layout.size for layout in layouts]
     width = max(sizes)
     if len({layout.dtype for layout in layouts}) > 1 or width * len(sizes) > MOST_PADDING * sum(sizes):
         return None
+    if len({x.dtype for x in own}) > 1:
+        width = -(-width // ALIGNMENT) * ALIGNMENT  # or tensors of the next row would not lie as their dtypes need
     packed = pack(own, width, memory)
     rows = buffer_for(memory, "received", len(sizes) * width, packed.dtype, packed.device)
     return packed, rows.view(len(sizes), width)

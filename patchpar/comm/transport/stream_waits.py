@@ -9,7 +9,9 @@ event that the stream has recorded after the wait. Once one is late, all groups 
 next exchange raises ExchangeError.
 
 The event before the wait tells a GPU that works from one that waits, which NCCL's kernel uses as well: once this event
-is complete and the one after it is not, the stream waits for another rank.
+is complete and the one after it is not, the stream waits for another rank. The deadline is of that time alone: the
+process enqueues a wait long before the GPU comes to it, where a call of the network takes minutes. Another rank may
+have to compute for as long as this one, so that what has been seen of that is added.
 
 Captured graphs with messages in them are noted here, since they have to be released before the groups end.
 """
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import timing_events
+from patchpar.launch.hang_detection import WORK_TIMES
 
 GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
@@ -46,9 +49,23 @@ class StreamStall(NamedTuple):
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
-Awaited = tuple[float, Callable[[], bool], Callable[[], bool], Callable[[], str]]
-"""What a stream waits for: since when, whether all is complete that the stream had to do before, whether it is over,
-and what names rank, exchange point, peers and shapes. A tuple, which costs no call of Python in every exchange.
+class Enqueued:
+    """An exchange that the current stream carries out where it was begun: there is nothing to wait for."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once: what follows on the stream comes after the exchange."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is known to be over, which is not asked."""
+        return False
+
+
+ENQUEUED: Any = Enqueued()
+Awaited = tuple[float, Callable[[], bool] | None, Callable[[], bool], Callable[[], str]]
+"""What a stream waits for: since when, whether all is complete that the stream had to do before (None where it computes
+and waits in one), whether it is over, and what names rank, exchange point, peers and shapes. A tuple, which costs no
+call of Python in every exchange.
 """
 
 
@@ -81,6 +98,9 @@ class StreamWaits:
         self._paused = 0
         self._captures = False
         self._moved_on = 0.0  # when something awaited was last seen to be over
+        self._waits_since = 0.0  # when the stream was first seen to wait for what is next; 0 before
+        self._computed = 0.0  # the longest time that it has been seen to compute before a wait
+        self._waits_unseen = False  # whether kernels of the stream wait for other ranks: before events around a wait
         self._late = ""
         self._watch: threading.Thread | None = None
 
@@ -99,6 +119,8 @@ class StreamWaits:
             work.wait()
         end.record()
         self._awaited.append((time.monotonic(), begin.query, end.query, what))
+        if ENQUEUED in works:
+            self._waits_unseen = True
         if not self._has_news:
             self._wake_watch()
         return StreamStall(begin, end)
@@ -108,7 +130,7 @@ class StreamWaits:
 
         Its time begins when that which the stream began before is over.
         """
-        self._awaited.append((time.monotonic(), lambda: False, is_over, what))  # it computes too
+        self._awaited.append((time.monotonic(), None, is_over, what))
         if not self._has_news:
             self._wake_watch()
 
@@ -198,15 +220,29 @@ class StreamWaits:
                 return
             while self._awaited and self._awaited[0][2]():
                 self._awaited.popleft()
-                self._moved_on = time.monotonic()
+                self._moved_on, self._waits_since = time.monotonic(), 0.0
             if not self._awaited:
                 self._report(False)
                 return
             since, has_begun, _, what = self._awaited[0]
-            self._report(not self._closed and has_begun())
-            is_cut = self._is_cut()
-            if not is_cut and time.monotonic() - max(since, self._moved_on) <= self._deadline():
+            waits = None if has_begun is None else has_begun()
+            self._report(not self._closed and waits is True)
+            lateness = ", as a rank is gone" if self._is_cut() else self._lateness(since, waits=waits)
+            if not lateness:
                 return
-            self._late = what() + (", as a rank is gone" if is_cut else f" within {self._deadline():g} s")
+            self._late = what() + lateness
             self._report(False)
         self._on_late(self._late)
+
+    def _lateness(self, since: float, *, waits: bool | None) -> str:
+        """Return by what the first that is awaited is late; empty if it is not. `waits`: whether the stream does."""
+        now, deadline = time.monotonic(), self._deadline()
+        passed = now - max(since, self._moved_on)
+        if waits is False and not self._waits_unseen:
+            self._computed, limit = max(self._computed, passed), WORK_TIMES * deadline
+            return "" if passed <= limit else f": the GPU of this rank has not come to that wait within {limit:g} s"
+        if waits and not self._waits_unseen:
+            self._waits_since = self._waits_since or now
+            passed = now - self._waits_since
+        limit = deadline + 2 * self._computed
+        return "" if passed <= limit else f" within {limit:g} s"

@@ -11,9 +11,10 @@ Where torch, the devices or the hosts do not allow it, and where an exchange is 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -21,9 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchpar.comm.transport.message import FlatParts
+from patchpar.comm.transport.stream_waits import ENQUEUED
 from patchpar.launch.accelerators import timing_events
 from patchpar.launch.rendezvous import this_host
 
+T = TypeVar("T")
 SLOT = 2**19  # bytes: of what a rank sends another in one exchange; edge rows of SDXL at 2048 x 2048 are 320 KiB
 CHUNKS = 8  # programs for each pair of ranks
 BLOCK = 1024  # words that a program copies at once
@@ -45,21 +48,28 @@ class MappedMemory(NamedTuple):
     handle: Any
 
 
-class Allocate(Protocol):
-    """Makes memory that all ranks of a group can write."""
+Allocate = Callable[[int, torch.device], Tensor]
+"""Returns memory [bytes] of zeros that other ranks can map. Raises RuntimeError where there is none."""
 
-    def __call__(self, num_bytes: int, device: torch.device, group: dist.ProcessGroup, /) -> MappedMemory:
-        """Return it. All ranks call it together. Raises RuntimeError where there is none."""
+Rendezvous = Callable[[Tensor, dist.ProcessGroup], MappedMemory]
+"""Maps the memory [bytes] of all ranks of a group, which call it together. Raises RuntimeError where that cannot be."""
 
 
-def allocate(num_bytes: int, device: torch.device, group: dist.ProcessGroup) -> MappedMemory:
-    """Return torch's symmetric memory, see `Allocate`. Raises RuntimeError where there is none."""
+def allocate(num_bytes: int, device: torch.device) -> Tensor:
+    """Return torch's symmetric memory [bytes], see `Allocate`. Raises RuntimeError where there is none."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device).zero_()
     torch.get_device_module(device.type).synchronize(device)  # zeros are there before any rank knows the address
+    return memory
+
+
+def rendezvous(memory: Tensor, group: dist.ProcessGroup) -> MappedMemory:
+    """Return torch's symmetric memory [bytes] of all ranks. Raises RuntimeError where that cannot be."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     handle = symmetric_memory.rendezvous(memory, group)
-    found = [handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in range(group.size())]
+    found = [handle.get_buffer(rank, memory.shape, torch.uint8) for rank in range(group.size())]
     if found[group.rank()].data_ptr() != memory.data_ptr():
         raise RuntimeError("symmetric memory begins elsewhere than its tensor")
     return MappedMemory(memory, [x.data_ptr() for x in found], (handle, found))
@@ -76,18 +86,6 @@ def why_not(device: torch.device) -> str:
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"this build of torch has no symmetric memory for {device.type} ({error})"
     return "" if backend else f"this build of torch has no symmetric memory for {device.type}"
-
-
-class Enqueued:
-    """An exchange that the current stream carries out where it was begun: there is nothing to wait for."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Return at once: what follows on the stream comes after the exchange."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it is known to be over, which is not asked."""
-        return False
 
 
 class PeerMemory:
@@ -131,7 +129,7 @@ class PeerMemory:
         if found is None:
             found = self._parts[key] = self._table(key, starts, sizes, received)
         self._launch(sent, into, *found)
-        return (Enqueued(),)
+        return (ENQUEUED,)
 
     def _table(
         self, numbers: Sequence[int], starts: Sequence[int], sizes: Sequence[int], received: Sequence[int]
@@ -189,12 +187,21 @@ def works(peers: PeerMemory, device: torch.device, deadline: float = TRIAL_SECON
     return not bool(wrong)
 
 
+def _tried(make: Callable[[], T]) -> tuple[T | None, str]:
+    """Return what `make` returns; or None and what torch says: too little memory, no access between these devices."""
+    try:
+        return make(), ""
+    except RuntimeError as error:
+        return None, str(error)
+
+
 def formed(
     ranks: tuple[int, ...],
     group: dist.ProcessGroup,
     device: torch.device,
     gather: Callable[[Tensor], Tensor],
     allocate: Allocate = allocate,
+    rendezvous: Rendezvous = rendezvous,
 ) -> PeerMemory | None:
     """Return memory between these ranks once it has been tried; None where one of them has none, which the log says.
 
@@ -214,11 +221,11 @@ def formed(
 
     if not agreed(why_not(device)):
         return None
-    found, reason = None, ""
-    try:
-        found = PeerMemory(allocate(PeerMemory.bytes_for(len(ranks)), device, group), group.rank())
-    except RuntimeError as error:  # of torch: no access between these devices
-        reason = str(error)
+    memory, reason = _tried(partial(allocate, PeerMemory.bytes_for(len(ranks)), device))
+    if not agreed(reason) or memory is None:  # in the rendezvous the others would wait for a rank without
+        return None
+    mapped = partial(rendezvous, memory, group)
+    found, reason = _tried(lambda: PeerMemory(mapped(), group.rank()))
     if not agreed(reason) or found is None:
         return None
     reason = "" if works(found, device) else "what was written to the memory of another rank has not come"

@@ -3,6 +3,9 @@
 Each has a communicator and, with NCCL, a stream of its own. Of every set of ranks there are two: small messages that
 are needed now do not queue behind bulk that is needed in the next step. Theirs is a stream of high priority.
 
+NCCL connects ranks in calls that return when all ranks have made them, however long that takes. Threads make these
+calls, and are not waited for beyond the deadline.
+
 All groups are aborted at once, each by a thread. NCCL first tells the kernels of a communicator to end, and then frees
 its memory, for which the driver waits for every kernel of the GPU: also for those of a group that would be next
 (pytorch/pytorch#119797). Then it waits until no graph is left with operations of the communicator.
@@ -13,12 +16,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimedOut
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from patchpar.errors import ExchangeError
+from patchpar.launch.accelerators import current_index, select_device
+
+T = TypeVar("T")
 NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
 ABORT_SECONDS = 10.0  # that an abort of all groups may take
 log = logging.getLogger(__name__)
@@ -31,21 +41,36 @@ class ProcessGroups:
     """
 
     def __init__(self, backend: str, device: torch.device, deadline: float) -> None:
-        self.backend, self._device = backend, device
+        self.backend, self._device, self._deadline = backend, device, deadline
         self._timeout = NCCL_TIMEOUT if backend == "nccl" else timedelta(seconds=deadline)
         self._formed: set[tuple[tuple[int, ...], bool]] = set()
         self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
 
     def form(self, sets: Sequence[tuple[int, ...]], *, with_bulk: bool) -> None:
-        """Make the groups of these sets of global ranks, ascending. Every rank has to name the same sets in order."""
+        """Make the groups of these sets of global ranks, ascending. Every rank has to name the same sets in order.
+
+        Raises ExchangeError where the others do not within the deadline.
+        """
         for ranks in sets:
             for bulk in (False, True)[: 1 + with_bulk]:
                 if (ranks, bulk) in self._formed:
                     continue
                 self._formed.add((ranks, bulk))
-                made = self._new(ranks, bulk=bulk)
+                made = self._in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
                 if made is not None:
                     self._own[ranks, bulk] = made
+
+    def _in_time(self, make: Callable[[], T], what: str) -> T:
+        """Return what `make` returns. Raises ExchangeError after the deadline; gloo has limits of its own."""
+        if self.backend != "nccl":
+            return make()
+        try:
+            return within(self._deadline, make, self._device)
+        except TimedOut as error:
+            raise ExchangeError(
+                f"{what} of {self.backend} is not there within {self._deadline:g} s: another rank has not come to it. "
+                "All ranks have to use the same plan, at the same time"
+            ) from error
 
     def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:
         """Return a new group of `ranks`; None on other ranks."""
@@ -95,6 +120,21 @@ class ProcessGroups:
             with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or the group went with the default
                 dist.destroy_process_group(group)
         self._own.clear()
+
+
+def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:
+    """Return what `work` returns on a thread with the same current `device`. Raises TimedOut, and what it raises."""
+    found, own = Future[T](), f"{device.type}:{current_index(device)}"
+
+    def run() -> None:
+        try:
+            select_device(own)
+            found.set_result(work())
+        except BaseException as error:  # noqa: BLE001  raised again by whoever waits
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="patchpar-connect", daemon=True).start()
+    return found.result(seconds)
 
 
 def urgent_options(timeout: timedelta) -> Any:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as TimedOut
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -13,7 +14,7 @@ from patchpar.comm.transport.message import Incoming, Messages, Outgoing
 from patchpar.comm.transport.packing import layout_of, pack
 from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.comm.transport.torch_collectives import Begin, TorchCollectives
-from patchpar.comm.transport.torch_groups import ProcessGroups
+from patchpar.comm.transport.torch_groups import ProcessGroups, within
 from patchpar.comm.transport.torch_work import TorchWork
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import HOST_BACKENDS, current_index, group_backend, select_device
@@ -59,21 +60,28 @@ class TorchTransport(GroupTransport):
 
         torch's own limit is that of the group, after which it ends the process.
         """
-        cause: RuntimeError | None = None
+        cause: Exception | None = None
         failure = f"it is not over within {self.deadline:g} s"
-        give_up = time.monotonic() + self.deadline
         try:
-            work = dist.barrier(self._group, async_op=True, device_ids=[current_index(self.device)])
-            while not (is_over := work.is_completed()) and time.monotonic() < give_up:
-                time.sleep(POLL)
-            if is_over:
-                work.wait()
-                return
+            within(self.deadline, partial(self._barrier, current_index(self.device)), self.device)
+            return
+        except TimedOut as error:
+            cause = error
         except RuntimeError as error:
             cause, failure = error, str(error)
         text = f"rank {self.rank} at {FIRST}: {failure}. {ADVICE}"
         self.poison(text)
         raise ExchangeError(text) from cause
+
+    def _barrier(self, device: int) -> None:
+        """Return when all ranks are here. Raises RuntimeError, of torch. It blocks where a rank is missing."""
+        give_up = time.monotonic() + self.deadline
+        work = dist.barrier(self._group, async_op=True, device_ids=[device])
+        while not work.is_completed():
+            if time.monotonic() > give_up:
+                raise TimedOut
+            time.sleep(POLL)
+        work.wait()
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> TorchWork[Messages]:
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier exchange."""

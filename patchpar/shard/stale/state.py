@@ -102,11 +102,15 @@ class StaleState:
         refresh = context.refresh if isinstance(context, CachedPartials) else 1  # layers are refreshed in turn
         return ("stale", f"call {call}", f"turn {self.clock.evaluation % refresh}")
 
-    def report(self) -> list[Tensor]:
-        """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing."""
+    def report(self, still_to_send: int = 0) -> list[Tensor]:
+        """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing.
+
+        `still_to_send`: bytes of this call that are sent with the report.
+        """
         if self.policy.resync is None:
             return []
-        drift, sent = self.cache.drift, float(self.comm.traffic.total_bytes - self._sent_before)
+        drift = self.cache.drift
+        sent = float(self.comm.traffic.total_bytes - self._sent_before + still_to_send)
         return [torch.cat([drift, torch.full((1,), sent, device=drift.device)])]  # filled in without a copy to the GPU
 
     def receive(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:

@@ -211,7 +211,8 @@ class PatchedDenoiser(SharedDenoiser):
         """Return the whole prediction, and what all ranks report: all of a step that depends on its arguments alone."""
         output = self._in_bands(forward, *args, **kwargs)
         # The prediction is awaited now, the rest of the bucket a step later: so the prediction is sent first.
-        return self._join(output, history.report(), meanwhile=history.cache.end)
+        report = history.report((self.patch.axis.size - 1) * first_tensor(output).nbytes)
+        return self._join(output, report, meanwhile=history.cache.end)
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._sites is not None

@@ -9,12 +9,14 @@ What is split: the calls of the denoiser, one branch with the prompt and one wit
                               rank 1:  call 0 --> async  call 1 ==> e1     async tensors for the others
 
 The sample shows which of the two it is: one call for all branches repeats the latents. Call c of a step runs on rank
-c mod size; the number of calls is not assumed, so guidance that is off in some steps or a second denoiser changes the
-speed only. The first call of each form runs on every rank, to learn the specs of the output, and so does each call
-that modifies a cache among its arguments.
+c mod size; the number of calls is not assumed, so guidance that is off in some steps (the first ones too, if the
+pipeline says that it guides) or a second denoiser changes the speed only. The first call of each form runs on every
+rank, to learn the specs of the output, and so does each call that modifies a cache among its arguments.
 """
 
+import logging
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +38,7 @@ from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]
+log = logging.getLogger(__name__)
 WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
 
 
@@ -47,10 +50,8 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
     if getattr(pipe, "do_perturbed_attention_guidance", False):
         return True
     given = {**parameters_of(type(pipe)), **arguments}
-    try:
+    with suppress(AttributeError):  # it has no such property, or has not been called yet
         return bool(pipe.do_classifier_free_guidance)
-    except AttributeError:  # it has no such property, or has not been called yet
-        pass
     if given.get("true_cfg_scale") is not None:
         negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
         return bool(given["true_cfg_scale"] > 1 and negative)
@@ -88,9 +89,9 @@ class GuidanceProgress:
         self.step, self.calls = step, 0
 
     @property
-    def guided(self) -> bool:
-        """Whether any call so far had guidance."""
-        return max(self.most_calls, self.calls, *self.branches.values()) > 1
+    def most(self) -> int:
+        """The most guidance branches of any step so far; 1 is no guidance."""
+        return max(self.most_calls, self.calls, *self.branches.values())
 
 
 class GuidanceSplit:
@@ -135,6 +136,9 @@ class GuidanceSplit:
         """End a pipeline call: wait for all messages. Raises ExchangeError if the ranks are out of step."""
         self._post.settle()
         self._post.audit()
+        most, size = self._progress.most, self._axis.size
+        if not self._axis.rank and 0 < most < size:
+            log.warning("a step had at most %d guidance branches: cfg=%d was no faster than cfg=%d", most, size, most)
 
     def forget(self) -> None:
         """Discard what is known of the denoisers, which may change now: the first call runs on every rank again."""
@@ -166,7 +170,7 @@ class GuidanceSplit:
         if self._clock.branches > 1:
             self.catch_up()
             return self._part_of_batch(forward, sample, args, kwargs)
-        if not progress.guided and (self._clock.guided is False or progress.finished):
+        if progress.most == 1 and (progress.finished if self._clock.guided is None else not self._clock.guided):
             raise PlanError(self._no_guidance())
         return self._own_call_or_async_tensor(forward, sample, args, kwargs)
 
@@ -278,11 +282,9 @@ class GuidanceSplit:
         return len(args), flags, tuple(TensorSpec.of(x) for x in tensors_in(sample))
 
     def _own_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.rounds is None:
-            return forward(*args, **kwargs)
-        if not self.rounds.can_join:
+        if self.rounds is not None and not self.rounds.can_join:
             self.catch_up()
-        with self.rounds.own_call():
+        with nullcontext() if self.rounds is None else self.rounds.own_call():
             return forward(*args, **kwargs)
 
     @property

@@ -41,6 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+OVERLAP = 0.5
 CHOICES: dict[str, tuple[object, ...]] = {
     "preset": tuple(PRESETS),
     "space": (None, "x0", "eps"),
@@ -94,7 +95,7 @@ class StructureGuidance:
     masked: bool | None = None
     lag: int = 0
     switch: float | None = None
-    overlap: float = 0.5
+    overlap: float = OVERLAP
     margin: float | None = None
     context: float = 0.0
     bands: int = 1
@@ -118,8 +119,23 @@ class StructureGuidance:
         self._check_counts()
         if self.switch == 0:
             raise PlanError(f"{self.name}: switch=0: windows run below it, so use a value above 0")
+        self._refuse_unused()
         if self.bands > 1 and self.context:
             raise PlanError(f"{self.name}: windows with context are not split into bands: use context=0 or bands=1")
+
+    def _refuse_unused(self) -> None:
+        """Raise PlanError for an option that another one leaves without effect."""
+        if self.guide == "flow" and self._chosen("structure_strength") == 0:
+            of_preset = f", that of preset={self.preset}" if self.structure_strength is None else ""
+            raise PlanError(
+                f"{self.name}: guide=flow changes nothing with structure_strength=0{of_preset}: use a value above 0, "
+                "or leave guide out"
+            )
+        if self.margin is not None and self.overlap != OVERLAP:
+            raise PlanError(
+                f"{self.name}: overlap={self.overlap:g} changes nothing with margin={self.margin:g}: leave one of them "
+                "out"
+            )
 
     def _check_counts(self) -> None:
         if not is_whole(self.bands):
