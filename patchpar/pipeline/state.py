@@ -115,10 +115,10 @@ class PipelineState:
             self.advise(choice.advice)
         return choice
 
-    def ended(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
-        """Keep the statistics of a call, and return them with its forecast."""
+    def ended(self, run: Run, kwargs: Mapping[str, Any], *, busy: float | None) -> Run:
+        """Keep the statistics of a call, and return them with its forecast. `busy`: see `TimedPlans.compared`."""
         with self._changes:
-            self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs)
+            self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs, busy)
             return self.last_run
 
     def installation_on(self, ranks: Collection[int]) -> int:
