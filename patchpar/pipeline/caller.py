@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import from_safetensors
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
@@ -280,13 +280,6 @@ class CallController:
 def _is_importable(callback: Any) -> bool:
     parts = getattr(callback, "callbacks", None) or [callback]
     return all(type(part).__module__ != "__main__" and "<locals>" not in type(part).__qualname__ for part in parts)
-
-
-def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for diffusers' deprecated way to pass a callback."""
-    for name in ("callback", "callback_steps"):
-        if kwargs.get(name) is not None:
-            raise PlanError(f"{name}= is deprecated in diffusers and not sent to workers: use callback_on_step_end=")
 
 
 def output_of(results: Sequence[CallResult]) -> Any:

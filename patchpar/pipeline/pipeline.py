@@ -19,7 +19,7 @@ from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
 from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_retries
-from patchpar.pipeline.caller import CallController, refuse_old_callback
+from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.job_options import JobOptions, checked_adapters
@@ -31,6 +31,7 @@ from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.step_callbacks import with_callback_on_step_end
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, warn_of_unknown_words
@@ -198,9 +199,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         check_call(known, bound)
         warn_of_unknown_words(known, bound)
         check_generators(bound, executor.devices, executor.random_widths)
-        if executor.kind != "inline":
-            refuse_old_callback(bound)
-        caller = CallController(self, bound, kind=executor.kind, output_module=known.module, previews=options.previews)
+        given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
+        caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
         caller.adapters = options.adapters
         if options.resume is not None:
             options.resume.hand_over(caller, known.pipeline)

@@ -33,6 +33,7 @@ from patchpar.pipeline.messages import (
     preview_steps,
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
+from patchpar.pipeline.step_callbacks import asking
 from patchpar.pipeline.torch_switches import take_switches
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
@@ -72,7 +73,7 @@ class PipelineCall:
         take_switches(self.options.switches)
         arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
-            arguments["callback_on_step_end"] = self._ask_callback
+            arguments |= asking(self.pipe, self._ask_callback)
         with ExitStack() as stack:
             if self.options.decoded_previews:
                 is_callers = self.context.world_size == 1

@@ -12,6 +12,7 @@ from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denois
 from patchpar.models.size_grid import check_side
 from patchpar.models.split_facts import SplitFacts
 from patchpar.models.task import ANY_PROMPT
+from patchpar.pipeline.step_callbacks import OLD_NAMES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
@@ -22,7 +23,6 @@ from patchpar.strategies.structure.sizing import check_room, refusal_of, units_o
 
 log = logging.getLogger(__name__)
 
-OLD = ("callback", "callback_steps")  # deprecated in diffusers; accepted by name only
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
 SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
@@ -38,7 +38,7 @@ def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if twice:
         raise TypeError(f"{model.pipeline} got {', '.join(twice)} twice: by position and by name")
     for name in kwargs:
-        if name not in model.parameters and name not in OLD:
+        if name not in model.parameters and name not in OLD_NAMES:  # deprecated in most pipelines
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if model.takes_any else 0.6)
             if model.takes_any and not near:
                 continue  # diffusers ignores or uses it

@@ -15,10 +15,11 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from patchpar import ParallelPipeline, UnsupportedModel
 from patchpar.errors import CallCancelled, PlanError
 from tests.breadth import first_of
+from tests.tiny import build
 from tests.tiny.adapted_pipelines import SEEN, image_weights
 
 from .callbacks import Darken, Halved
-from .conftest import EXACT, QUICK, generator, relative_error
+from .conftest import EXACT, QUICK, Hold, generator, relative_error
 
 CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
 
@@ -159,6 +160,29 @@ def test_a_callback_class_that_workers_cannot_import(parallel: ParallelPipeline,
             return {**callback_kwargs, "latents": callback_kwargs["latents"] * 1.2}
 
     assert compare(parallel, plain, Brighten) <= EXACT
+
+
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "patch=2"))
+def test_the_only_callback_of_older_pipelines(hold: Hold, plan: str) -> None:
+    """It gets step, timestep and latents, and may write to these; PixArt has no other."""
+    tiny, found, seen = build("pixart"), [], list[tuple[int, float]]()
+    call = {**tiny.call_kwargs, "num_inference_steps": 4, "output_type": "latent"}
+
+    def darken(step: int, timestep: Any, latents: torch.Tensor) -> str:
+        seen.append((step, float(timestep)))
+        latents.mul_(0.8)
+        return "is not read"
+
+    untouched = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = plan
+        for pipe in (parallel, tiny.pipe):
+            found.append(pipe(**call, generator=generator(), callback=darken, callback_steps=2))
+        assert relative_error(parallel(**call, generator=generator(), callback_steps=1), untouched) <= EXACT
+    assert relative_error(*found) <= EXACT
+    assert relative_error(untouched, found[1]) > 10 * EXACT
+    assert seen[:2] == seen[2:]
+    assert [step for step, _ in seen] == [0, 2, 0, 2]
 
 
 class Enough(Exception):
