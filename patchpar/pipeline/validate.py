@@ -27,6 +27,9 @@ COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt
 SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
+FREE_NOISE = "enable_free_noise"
+"""The method of pipelines whose prompts may be a dict, of texts by number of the frame (FreeNoise, arXiv:2310.15169)."""
+
 
 def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments by name, numbers as Python's own. Raises TypeError like a call with wrong arguments."""
@@ -73,7 +76,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for values that are invalid with any plan."""
     for name in PROMPTS:
         if name in kwargs:
-            _check_prompt(name, kwargs[name])
+            _check_prompt(name, kwargs[name], by_frame=FREE_NOISE in model.methods)
     for name in COUNTS:
         value = kwargs.get(name)
         if value is not None and not is_whole(value):
@@ -86,7 +89,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     """Log the words of the prompts that an embedded model has not learnt; not of a warm-up call."""
     prompts = [kwargs.get(name) for name in PROMPTS if kwargs.get(name) != ANY_PROMPT]
-    text = " ".join(each if isinstance(each, str) else " ".join(each or ()) for each in prompts)
+    text = " ".join(each if isinstance(each, str) else " ".join(_texts(each) or ()) for each in prompts)
     words = unknown_words(text, model.known_words)
     if words:
         log.warning(
@@ -96,7 +99,14 @@ def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> Non
         )
 
 
-def _check_prompt(name: str, value: Any) -> None:
+def _texts(value: Any) -> Any:
+    """Return the texts of a prompt that changes between frames, which are by frame; any other as it is."""
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def _check_prompt(name: str, value: Any, *, by_frame: bool) -> None:
+    """Raise PlanError for what is no prompt. `by_frame`: the pipeline has prompts that change between frames."""
+    value = _texts(value) if by_frame else value
     if value is None or isinstance(value, str):
         return
     if not isinstance(value, list):
