@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
 SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
-
 FREE_NOISE = "enable_free_noise"
-"""The method of pipelines whose prompts may be a dict, of texts by number of the frame (FreeNoise, arXiv:2310.15169)."""
+"""The method of pipelines whose prompts may be a dict, of texts by number of the frame (arXiv:2310.15169)."""
 
 
 def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
