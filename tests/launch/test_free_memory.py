@@ -39,7 +39,11 @@ def v1(limit: int, used: int, cache: int = 0) -> Mapping[str, str]:
         ("0::/slurm/job_7/step_0\n", {"slurm/job_7": v2(8 * GB, 2 * GB), "slurm/job_7/step_0": v2("max", GB)}, 6 * GB),
         ("0::/a/b\n", {"a": v2(9 * GB, 0), "a/b": v2(5 * GB, GB)}, 4 * GB),
         ("0::/docker/7\n", {"": v2(8 * GB, 3 * GB)}, 5 * GB),  # a container that sees its own group only
-        ("4:cpu:/x\n3:memory:/job_7\n", {"memory/job_7": v1(8 * GB, 3 * GB, GB), "memory": v1(UNLIMITED_V1, 9)}, 6 * GB),
+        (
+            "4:cpu:/x\n3:memory:/job_7\n",
+            {"memory/job_7": v1(8 * GB, 3 * GB, GB), "memory": v1(UNLIMITED_V1, 9)},
+            6 * GB,
+        ),
         ("3:cpu,memory:/docker/7\n", {"memory": v1(8 * GB, 3 * GB)}, 5 * GB),
         ("3:cpu:/a\n", {"memory/a": v1(8 * GB, 3 * GB)}, SYSTEM),  # another controller's group
         ("0::/a\n", {"a": {"memory.max": "nonsense", "memory.current": "1", "memory.stat": ""}}, SYSTEM),
