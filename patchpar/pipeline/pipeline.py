@@ -192,12 +192,12 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     def _job(
         self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions
     ) -> PipelineJob:
-        executor = self._executor
+        executor, known = self._executor, self.description
         placement.check(executor.world_size, weights=self._state.weights.plan)
-        known = self.description
         bound = bind(known, args, kwargs)
         check_call(known, bound)
         warn_of_unknown_words(known, bound)
+        self._state.lent.warn_of_changes()
         check_generators(bound, executor.devices, executor.random_widths)
         given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
         caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
@@ -257,7 +257,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
             return on_all_ranks(self, name, does.apply)
         if name in self.description.networks and (called_back or self._executor.kind == "local"):
             return ComponentProxy(name, self.description.networks[name], does.ask, does.apply)
-        return does.attribute(name) if called_back else does.ask("get", name)
+        return does.attribute(name) if called_back else does.read(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the pipeline, such as `scheduler`, are set on all ranks."""
@@ -269,8 +269,8 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         else:
             if self._executor.kind == "local":
                 refuse_to_send_compiled({name: value})
-            results = self._executor.call("set", name, value, replay=name)
-            changed = next(result for result in results if result is not None)
+            changed = next(filter(None, self._executor.call("set", name, value, replay=name)))
+            self._state.lent.forget(name)
             self._state.model = replace(self.description, **changed)
 
     def __dir__(self) -> Iterable[str]:

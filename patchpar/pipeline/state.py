@@ -16,6 +16,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.lent_copies import LentCopies
 from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
@@ -34,7 +35,7 @@ class PipelineState:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
         self.timed = TimedPlans(None, {}, ())
-        self.slow_ranks = SlowRanks()
+        self.slow_ranks, self.lent = SlowRanks(), LentCopies()
         self.seconds_alone: dict[int, float] = {}  # of a denoiser call, by rank, once it has been measured
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
@@ -55,6 +56,14 @@ class PipelineState:
         self._changes = threading.RLock()
         self._last_queued = set_event()
         change_in_children(self)
+
+    def __reduce__(self) -> str:
+        """Raise TypeError: this is what is found out when a ParallelPipeline is copied or pickled."""
+        raise TypeError(
+            "a ParallelPipeline has ranks of its own and can neither be copied nor sent to another process: create it "
+            "there. What is sent to its ranks cannot use it either: set a cache that asks for pipe.current_timestep "
+            "before ParallelPipeline(pipe)"
+        )
 
     @property
     def previews(self) -> Previews | None:
@@ -78,6 +87,13 @@ class PipelineState:
         everywhere = ranks.kind != "local"
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
+
+    def read(self, name: str) -> Any:
+        """Return an attribute of the pipeline: with workers a copy, under torchrun that of this process."""
+        value = self.ask("get", name)
+        if self.ranks.kind == "local":
+            self.lent.note(name, value)
+        return value
 
     @property
     def caller(self) -> CallController | None:
