@@ -255,6 +255,8 @@ class CallController:
     def set_attribute(self, name: str, value: Any) -> None:
         """Record that the callback sets an attribute; all ranks do so after it has returned."""
         self._facts[name] = value
+        if name.startswith("_"):
+            self._facts.pop(name[1:], None)  # of the property that reads it
         self.changes.append(CallbackChange(name, (value,)))
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:

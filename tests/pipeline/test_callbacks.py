@@ -129,6 +129,22 @@ def test_a_callback_stops_the_run(parallel: ParallelPipeline, plain: Any, plan: 
     assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT  # and the next one runs through
 
 
+def test_a_callback_reads_what_it_has_set(parallel: ParallelPipeline, plain: Any) -> None:
+    """By the property of the pipeline, too, as in diffusers."""
+    found = []
+    for pipe in (parallel, plain):
+        seen: list[Any] = []
+
+        def change(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], seen: list[Any] = seen) -> Any:
+            pipe._guidance_scale, pipe._interrupt = 3.0 + step, step == 1
+            seen.append((pipe.guidance_scale, pipe.interrupt, pipe._interrupt))
+            return tensors
+
+        pipe(**CALL, generator=generator(), callback_on_step_end=change)
+        found.append(seen)
+    assert found[0] == found[1] == [(3.0, False, False), (4.0, True, True)]
+
+
 def test_a_callback_turns_guidance_off(parallel: ParallelPipeline, plain: Any) -> None:
     """The way diffusers documents: it sets an attribute of the pipeline and passes half of the embeddings."""
     names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
