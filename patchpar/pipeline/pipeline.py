@@ -267,8 +267,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         elif caller is not None and caller.in_callback:
             caller.set_attribute(name, value)
         else:
-            if self._executor.kind == "local":
-                refuse_to_send_compiled({name: value})
+            self._state.check_set(name, value)
             changed = next(filter(None, self._executor.call("set", name, value, replay=name)))
             self._state.lent.forget(name)
             self._state.model = replace(self.description, **changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,30 @@ def test_a_callback_stops_the_run(parallel: ParallelPipeline, plain: Any, plan: 
     assert parallel.last_run.steps == 2
     want = plain(**CALL, generator=generator())
     assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT  # and the next one runs through
+
+
+def test_another_thread_cannot_stop_the_run(parallel: ParallelPipeline) -> None:
+    """It would wait for the end of the call, and have no effect."""
+    errors: list[BaseException] = []
+
+    def stop() -> None:
+        with pytest.raises(
+            PlanError, match="after the call that they are in: set it in its callback_on_step_end"
+        ) as found:
+            parallel._interrupt = True
+        errors.append(found.value)
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        thread.join()
+        return tensors
+
+    parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+    assert len(refused) == 4
+    for value in (True, False):
+        parallel._interrupt = value
+        assert parallel._interrupt is value
 
 
 def test_a_callback_reads_what_it_has_set(parallel: ParallelPipeline, plain: Any) -> None:
