@@ -65,6 +65,18 @@ def resolve_devices(devices: object = "auto") -> Devices:
     raise PlanError(f"devices={devices!r} is a {type(devices).__name__}; {ACCEPTED}")
 
 
+def count_named(devices: object) -> int | None:
+    """Return how many devices an argument of `resolve_devices` names; None where that depends on the machine."""
+    devices = plain(devices)
+    if isinstance(devices, (list, tuple)):
+        return len(devices)
+    if is_whole(devices, float("-inf")):
+        return devices
+    text = devices.strip() if isinstance(devices, str) else ""
+    number = text.partition(":")[2] if text.startswith(("cpu:", f"{RAY}:")) else text
+    return int(number) if number.isdigit() else len(text.split(",")) if "," in text else None
+
+
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -187,6 +199,8 @@ def _one_device(device: object) -> str:
         if int(index) >= count_of(kind):
             raise PlanError(f"device {name!r} does not exist: {_what_exists(kind)}")
         return f"{kind}:{int(index)}"
+    if name in accelerators.KINDS:
+        raise PlanError(f"{name!r} in devices names none of them: write '{name}:0', or devices={name!r} for all")
     raise PlanError(f"{name!r} is not a device; {ACCEPTED}")
 
 

@@ -6,7 +6,7 @@ Messages are unpickled, so they may only arrive through a channel that no untrus
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,22 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
         named.update({f"argument {name!r}": value for name, value in kwargs.items()})
         for name, value in named.items():
             if reason := _reason_against(value):
+                name, value = _narrowed(name, value)
                 raise PlanError(
                     f"{method}: {name} (a {type(value).__name__}) cannot be sent to worker processes: {reason}"
                 ) from error
         raise
+
+
+def _narrowed(name: str, value: object) -> tuple[str, object]:
+    """Return name and value of what cannot be sent in an argument: of an item, where it is a dict, list or tuple."""
+    items: Iterable[tuple[object, object]] = ()
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, each in items:
+        if _reason_against(each):
+            return _narrowed(f"argument {key!r}" if isinstance(key, str) else f"{name}[{key!r}]", each)
+    return name, value
 
 
 def _reason_against(value: object) -> str:

@@ -104,7 +104,10 @@ class WorkerExecutor(Executor):
     def _refuse(self, call: EngineCall) -> None:
         """Raise LaunchError for a call within a call, PlanError for one on no ranks."""
         if self._locks.are_held_here:
-            raise LaunchError("on_event and on_ask cannot make a call: wait until the current call has returned")
+            raise LaunchError(
+                "a function that is called during a call, such as a callback, cannot make another one: do so when the "
+                "current call has returned"
+            )
         if not call.ranks:
             raise PlanError(f"all {self.world_size} ranks are released: take one back first")
 

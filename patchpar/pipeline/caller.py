@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import from_safetensors
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
@@ -30,7 +30,7 @@ from patchpar.pipeline.messages import (
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.pipeline.stragglers import StragglerMonitor
-from patchpar.pipeline.torch_switches import caller_switches
+from patchpar.pipeline.torch_switches import caller_autocast, caller_switches
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import merge_outputs
 
@@ -53,6 +53,7 @@ class CallController:
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] = {}
         self._random: RandomState | None = None  # None: that of the thread which makes the call
+        self._autocast = caller_autocast()
         self._callback = self._take_callback()
         self._thread: int | None = None
         self._import: threading.Thread | None = None
@@ -87,7 +88,9 @@ class CallController:
 
     def alone(self, kind: type[C], kwargs: Mapping[str, Any]) -> C:
         """Return a call with other arguments, otherwise like this one, without a callback and previews."""
-        return kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
+        found = kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
+        found._autocast = self._autocast
+        return found
 
     @property
     def has_enough(self) -> bool:
@@ -138,6 +141,7 @@ class CallController:
             recorded=recorded,
             adapters=self.adapters,
             switches=caller_switches() if self._kind == "local" else None,
+            autocast=self._autocast,
         )
 
     @contextmanager
@@ -254,6 +258,8 @@ class CallController:
     def set_attribute(self, name: str, value: Any) -> None:
         """Record that the callback sets an attribute; all ranks do so after it has returned."""
         self._facts[name] = value
+        if name.startswith("_"):
+            self._facts.pop(name[1:], None)  # of the property that reads it
         self.changes.append(CallbackChange(name, (value,)))
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
@@ -283,13 +289,6 @@ class CallController:
 def _is_importable(callback: Any) -> bool:
     parts = getattr(callback, "callbacks", None) or [callback]
     return all(type(part).__module__ != "__main__" and "<locals>" not in type(part).__qualname__ for part in parts)
-
-
-def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError for diffusers' deprecated way to pass a callback."""
-    for name in ("callback", "callback_steps"):
-        if kwargs.get(name) is not None:
-            raise PlanError(f"{name}= is deprecated in diffusers and not sent to workers: use callback_on_step_end=")
 
 
 def output_of(results: Sequence[CallResult]) -> Any:

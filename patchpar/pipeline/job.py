@@ -58,6 +58,7 @@ class PipelineJob:
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
         self._is_cancelled = self._is_to_suspend = False
         self._is_queued = threading.Event()  # for its ranks
+        self._is_whole, self._begins = True, [0.0]  # of the latest attempt: its ranks make all of the call, since when
         self.run: Run | None = None
         """Statistics of the call, once it has ended."""
         self.reason = "as requested"
@@ -194,9 +195,9 @@ class PipelineJob:
             if executor.kind == "local":
                 move_generators_on(caller.bound, results)
             output = output_of(results)
-            figures = tuple(figures for result in results for figures in result.figures)
-            run = Run(plan=plan, seconds=time.perf_counter() - start, ranks=figures)
-            self.run = state.ended(run, caller.bound)
+            figures, end = tuple(each for result in results for each in result.figures), time.perf_counter()
+            run = Run(plan=plan, seconds=end - start, ranks=figures)
+            self.run = state.ended(run, caller.bound, busy=end - self._begins[-1] if self._is_whole else None)
         return output
 
     def _keep_changes(self, *, ended: bool) -> None:
@@ -235,12 +236,14 @@ class PipelineJob:
         state, caller = self._state, self._caller
         self._ranks = ranks
         state.form_groups(plan, ranks)
+        installation = state.installation_on(ranks)
+        options = caller.options(plan, ranks, state.request, installation=installation, tracing=state.tracing)
+        self._is_whole, self._begins = not (options.recorded or options.decoded_previews), [time.perf_counter()]
         results = state.ranks.call(
             "generate",
             caller.kwargs,
-            caller.options(
-                plan, ranks, state.request, installation=state.installation_on(ranks), tracing=state.tracing
-            ),
+            options,
+            on_start=None if state.ranks.kind == "torchrun" else lambda _: self._begins.append(time.perf_counter()),
             on_event=caller.on_event,
             on_ask=caller.on_ask,
             is_cancelled=self._is_unwanted,

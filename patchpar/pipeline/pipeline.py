@@ -19,7 +19,7 @@ from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
 from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_retries
-from patchpar.pipeline.caller import CallController, refuse_old_callback
+from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.job_options import JobOptions, checked_adapters
@@ -31,6 +31,7 @@ from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.step_callbacks import with_callback_on_step_end
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, warn_of_unknown_words
@@ -191,16 +192,15 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
     def _job(
         self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions
     ) -> PipelineJob:
-        executor = self._executor
+        executor, known = self._executor, self.description
         placement.check(executor.world_size, weights=self._state.weights.plan)
-        known = self.description
         bound = bind(known, args, kwargs)
         check_call(known, bound)
         warn_of_unknown_words(known, bound)
+        self._state.lent.warn_of_changes()
         check_generators(bound, executor.devices, executor.random_widths)
-        if executor.kind != "inline":
-            refuse_old_callback(bound)
-        caller = CallController(self, bound, kind=executor.kind, output_module=known.module, previews=options.previews)
+        given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
+        caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
         caller.adapters = options.adapters
         if options.resume is not None:
             options.resume.hand_over(caller, known.pipeline)
@@ -257,7 +257,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
             return on_all_ranks(self, name, does.apply)
         if name in self.description.networks and (called_back or self._executor.kind == "local"):
             return ComponentProxy(name, self.description.networks[name], does.ask, does.apply)
-        return does.attribute(name) if called_back else does.ask("get", name)
+        return does.attribute(name) if called_back else does.read(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the pipeline, such as `scheduler`, are set on all ranks."""
@@ -267,10 +267,9 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         elif caller is not None and caller.in_callback:
             caller.set_attribute(name, value)
         else:
-            if self._executor.kind == "local":
-                refuse_to_send_compiled({name: value})
-            results = self._executor.call("set", name, value, replay=name)
-            changed = next(result for result in results if result is not None)
+            self._state.check_set(name, value)
+            changed = next(filter(None, self._executor.call("set", name, value, replay=name)))
+            self._state.lent.forget(name)
             self._state.model = replace(self.description, **changed)
 
     def __dir__(self) -> Iterable[str]:

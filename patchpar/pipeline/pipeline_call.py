@@ -33,7 +33,8 @@ from patchpar.pipeline.messages import (
     preview_steps,
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
-from patchpar.pipeline.torch_switches import take_switches
+from patchpar.pipeline.step_callbacks import asking
+from patchpar.pipeline.torch_switches import take_switches, under_autocast
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
@@ -72,7 +73,7 @@ class PipelineCall:
         take_switches(self.options.switches)
         arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
-            arguments["callback_on_step_end"] = self._ask_callback
+            arguments |= asking(self.pipe, self._ask_callback)
         with ExitStack() as stack:
             if self.options.decoded_previews:
                 is_callers = self.context.world_size == 1
@@ -80,6 +81,7 @@ class PipelineCall:
                     self.pipe, self.options.plan, device(self.context.device), aside=self._aside, is_callers=is_callers
                 )
                 stack.enter_context(self._decoder.watching(arguments))
+            stack.enter_context(under_autocast(self.options.autocast, device(self.context.device).type))
             stack.enter_context(self._stepping())
             stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
             if self.calls is not None:

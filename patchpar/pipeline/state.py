@@ -12,10 +12,11 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.worker_executor import WorkerExecutor
 from patchpar.models.adapters import from_safetensors
-from patchpar.models.info import PipelineInfo
+from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.lent_copies import LentCopies
 from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
@@ -25,6 +26,8 @@ from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 
 log = logging.getLogger(__name__)
+INTERRUPT = "_interrupt"
+"""The attribute by which diffusers' pipelines leave out the steps that are left."""
 
 
 class PipelineState:
@@ -34,7 +37,7 @@ class PipelineState:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
         self.timed = TimedPlans(None, {}, ())
-        self.slow_ranks = SlowRanks()
+        self.slow_ranks, self.lent = SlowRanks(), LentCopies()
         self.seconds_alone: dict[int, float] = {}  # of a denoiser call, by rank, once it has been measured
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
@@ -48,6 +51,7 @@ class PipelineState:
         self.tracing = False
         self.is_fresh = False  # loaded from files, and no network passed as an option
         self._here = threading.local()  # the call that this thread makes
+        self._in_calls: set[CallController] = set()
         self._formed: set[str] = set()
         self._installations: dict[int, tuple[int, frozenset[int]]] = {}  # number and ranks, by rank
         self._next_installation = itertools.count(1)
@@ -56,6 +60,14 @@ class PipelineState:
         self._last_queued = set_event()
         change_in_children(self)
 
+    def __reduce__(self) -> str:
+        """Raise TypeError: this is what is found out when a ParallelPipeline is copied or pickled."""
+        raise TypeError(
+            "a ParallelPipeline has ranks of its own and can neither be copied nor sent to another process: create it "
+            "there. What is sent to its ranks cannot use it either: set a cache that asks for pipe.current_timestep "
+            "before ParallelPipeline(pipe)"
+        )
+
     @property
     def previews(self) -> Previews | None:
         """What `on_latents` asks of calls that are no jobs."""
@@ -63,7 +75,7 @@ class PipelineState:
 
     def after_fork(self) -> None:
         self.turns, self._changes = threading.RLock(), threading.RLock()
-        self._last_queued = set_event()
+        self._last_queued, self._in_calls = set_event(), set()
 
     @property
     def ranks(self) -> Executor:
@@ -79,6 +91,24 @@ class PipelineState:
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
 
+    def read(self, name: str) -> Any:
+        """Return an attribute of the pipeline: with workers a copy, under torchrun that of this process."""
+        value = self.ask("get", name)
+        if self.ranks.kind == "local":
+            self.lent.note(name, value)
+        return value
+
+    def check_set(self, name: str, value: Any) -> None:
+        """Raise UnsupportedModel for compiled code, PlanError for what has no effect while workers are in a call."""
+        if self.ranks.kind != "local":
+            return
+        refuse_to_send_compiled({name: value})
+        if name == INTERRUPT and self._in_calls:
+            raise PlanError(
+                f"pipe.{INTERRUPT} is set when the ranks are free, which is after the call that they are in: set it in "
+                "its callback_on_step_end, or make the call with submit() and end it with job.cancel()"
+            )
+
     @property
     def caller(self) -> CallController | None:
         """The call that this thread makes; None outside of one."""
@@ -88,11 +118,13 @@ class PipelineState:
     def calling(self, caller: CallController) -> Iterator[None]:
         """Make a call in this thread, and report its steps."""
         before, self._here.caller = self.caller, caller
+        self._in_calls.add(caller)
         try:
             with caller.reporting(self.on_step, self.progress):
                 yield
         finally:
             self._here.caller = before
+            self._in_calls.discard(caller)
 
     def follow(self, is_queued: threading.Event) -> threading.Event:
         """Return the event of the last call that was submitted, and keep that of this one."""
@@ -115,10 +147,10 @@ class PipelineState:
             self.advise(choice.advice)
         return choice
 
-    def ended(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
-        """Keep the statistics of a call, and return them with its forecast."""
+    def ended(self, run: Run, kwargs: Mapping[str, Any], *, busy: float | None) -> Run:
+        """Keep the statistics of a call, and return them with its forecast. `busy`: see `TimedPlans.compared`."""
         with self._changes:
-            self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs)
+            self.plan, self.last_run = run.plan, self.timed.compared(run, kwargs, busy)
             return self.last_run
 
     def installation_on(self, ranks: Collection[int]) -> int:

@@ -1,8 +1,8 @@
 """plan="auto" by predicted seconds, on a machine that `patchpar tune` has measured; elsewhere the rule stays as it is.
 
 A call is searched for plans as `patchpar plan --machine local` does, once for each size, and always exact. After each
-later call its seconds are compared with the forecast: off by more than 25 % twice in a row, the measurement of kernels
-is scaled to what calls take, in its file too.
+later call the seconds of its ranks are compared with the forecast: off by more than 25 % twice in a row, the
+measurement of kernels is scaled to what calls take, in its file too.
 """
 
 import json
@@ -18,9 +18,10 @@ from patchpar.launch.fork_guard import change_in_children
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
-from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
 from patchpar.pipeline.planner.search import PlanSearchResult, search
 from patchpar.pipeline.planner.simulate import Simulator
+from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
@@ -37,6 +38,7 @@ WITHOUT_EFFECT = (
 OFF = 0.25
 """A call that takes more or less than its forecast by this much is off."""
 OTHERS = 3
+NOTHING = PhaseForecast(seconds=0.0, compute=0.0, launch=0.0, exposed={})
 log = logging.getLogger(__name__)
 
 
@@ -124,10 +126,11 @@ class TimedPlans:
             others=tuple(each for each in found.ranked if each.plan != best.plan)[:OTHERS],
         )
 
-    def compared(self, run: Run, kwargs: Mapping[str, Any]) -> Run:
-        """Return the statistics of a call with its forecast, which knows of no callback.
+    def compared(self, run: Run, kwargs: Mapping[str, Any], busy: float | None) -> Run:
+        """Return the statistics of a call with its forecast for the steps that it has made. It knows of no callback.
 
-        A first call, which also verifies, corrects nothing.
+        `busy`: seconds in which its ranks made all of it, without the wait for them; None where they went on with what
+        had been computed before. A first call, which also verifies, corrects nothing.
         """
         if kwargs.get(CALLBACK) is not None:
             return run
@@ -136,9 +139,13 @@ class TimedPlans:
         forecast = next((each for each in ranked if each.plan == run.plan), None)
         if forecast is None:
             return run
-        seconds, call = _with_steps(forecast, kwargs).seconds, (_key(_call_of(kwargs)), run.plan)
-        if call in self._called:
-            self._correct(run.seconds / seconds)
+        if kwargs.get("output_type") == "latent":
+            forecast = replace(forecast, phases={**forecast.phases, DECODE: NOTHING})
+        # A scheduler may take more steps than it is told.
+        steps: Mapping[str, Any] = {"num_inference_steps": run.steps} if run.steps else kwargs
+        seconds, call = _with_steps(forecast, steps).seconds, (_key(_call_of(kwargs)), run.plan)
+        if call in self._called and busy is not None:
+            self._correct(busy / seconds)
         self._called.add(call)
         return replace(run, forecast=seconds)
 

@@ -12,6 +12,7 @@ from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denois
 from patchpar.models.size_grid import check_side
 from patchpar.models.split_facts import SplitFacts
 from patchpar.models.task import ANY_PROMPT
+from patchpar.pipeline.step_callbacks import OLD_NAMES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.shard.generators import generators_of
@@ -22,10 +23,11 @@ from patchpar.strategies.structure.sizing import check_room, refusal_of, units_o
 
 log = logging.getLogger(__name__)
 
-OLD = ("callback", "callback_steps")  # deprecated in diffusers; accepted by name only
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
 SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
+FREE_NOISE = "enable_free_noise"
+"""The method of pipelines whose prompts may be a dict, of texts by number of the frame (arXiv:2310.15169)."""
 
 
 def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +40,7 @@ def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if twice:
         raise TypeError(f"{model.pipeline} got {', '.join(twice)} twice: by position and by name")
     for name in kwargs:
-        if name not in model.parameters and name not in OLD:
+        if name not in model.parameters and name not in OLD_NAMES:  # deprecated in most pipelines
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if model.takes_any else 0.6)
             if model.takes_any and not near:
                 continue  # diffusers ignores or uses it
@@ -73,7 +75,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for values that are invalid with any plan."""
     for name in PROMPTS:
         if name in kwargs:
-            _check_prompt(name, kwargs[name])
+            _check_prompt(name, kwargs[name], by_frame=FREE_NOISE in model.methods)
     for name in COUNTS:
         value = kwargs.get(name)
         if value is not None and not is_whole(value):
@@ -86,7 +88,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     """Log the words of the prompts that an embedded model has not learnt; not of a warm-up call."""
     prompts = [kwargs.get(name) for name in PROMPTS if kwargs.get(name) != ANY_PROMPT]
-    text = " ".join(each if isinstance(each, str) else " ".join(each or ()) for each in prompts)
+    text = " ".join(each if isinstance(each, str) else " ".join(_texts(each) or ()) for each in prompts)
     words = unknown_words(text, model.known_words)
     if words:
         log.warning(
@@ -96,7 +98,14 @@ def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> Non
         )
 
 
-def _check_prompt(name: str, value: Any) -> None:
+def _texts(value: Any) -> Any:
+    """Return the texts of a prompt that changes between frames, which are by frame; any other as it is."""
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def _check_prompt(name: str, value: Any, *, by_frame: bool) -> None:
+    """Raise PlanError for what is no prompt. `by_frame`: the pipeline has prompts that change between frames."""
+    value = _texts(value) if by_frame else value
     if value is None or isinstance(value, str):
         return
     if not isinstance(value, list):

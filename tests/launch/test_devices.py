@@ -131,7 +131,7 @@ def test_what_cannot_be_without_a_gpu(no_gpu, asked, says):
         (4, r"there are cuda:0, cuda:1, cuda:2; use at most 3, or 'cpu:4'"),
         ("cuda:3", "'cuda:3' does not exist: there are cuda:0, cuda:1, cuda:2"),
         (["cuda:0", "cpu"], "cannot work together"),
-        (["cuda"], "not a device"),
+        (["cuda"], "'cuda' in devices names none of them: write 'cuda:0', or devices='cuda' for all"),
     ],
     ids=str,
 )

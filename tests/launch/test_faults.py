@@ -177,7 +177,7 @@ def test_an_exception_in_on_event_ends_the_call(single, restarts):
 
 
 def test_a_call_within_a_call_is_refused(pool):
-    with pytest.raises(LaunchError, match="on_event and on_ask cannot make a call"):
+    with pytest.raises(LaunchError, match="called during a call, such as a callback, cannot make another one"):
         pool.call("converse", 1, on_ask=lambda question: pool.call("rank"))
     assert pool.call("rank") == [0, 1]
 

@@ -340,7 +340,7 @@ def test_a_rank_that_is_lost_while_the_others_are_held(pool: LocalExecutor, repl
 
 
 def test_no_call_within_a_call_on_any_rank(pool: LocalExecutor) -> None:
-    with pytest.raises(LaunchError, match="on_event and on_ask cannot make a call"):
+    with pytest.raises(LaunchError, match="called during a call, such as a callback, cannot make another one"):
         pool.call("count", 1, ranks=(0,), on_event=lambda rank, event: pool.call("rank", ranks=(1,)))
     assert pool.call("rank") == [0, 1, 2, 3]
 

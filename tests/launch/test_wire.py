@@ -257,8 +257,10 @@ def test_a_module_travels_by_name():
 def test_an_argument_that_cannot_be_sent_is_named():
     with pytest.raises(PlanError, match=r"generate: argument 'lock' \(a lock\) cannot be sent.*pickle"):
         encode_call("generate", [1, "x"], {"fine": 2, "lock": threading.Lock()}, 0.0)
-    with pytest.raises(PlanError, match=r"generate: argument 2 \(a list\)"):
-        encode_call("generate", [1, [threading.Lock()]], {}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 2\[1\] \(a lock\)"):
+        encode_call("generate", [1, [2, threading.Lock()]], {}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 'video' \(a generator\) cannot be sent.*generator"):
+        encode_call("generate", [{"prompt": "a fox", "video": (frame for frame in ())}, 3], {}, 0.0)
 
 
 SCRIPT = """

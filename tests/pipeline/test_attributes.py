@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
+from diffusers.hooks import PyramidAttentionBroadcastConfig
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
 from tests.breadth import first_of
@@ -226,3 +229,58 @@ def test_a_method_that_fails_raises_as_it_does_in_diffusers(parallel: ParallelPi
 def test_a_value_that_cannot_travel(parallel: ParallelPipeline) -> None:
     with pytest.raises(PlanError, match="cannot be sent to worker processes"):
         parallel.scheduler = (item for item in ())
+
+
+def test_what_holds_a_parallel_pipeline_cannot_travel(parallel: ParallelPipeline) -> None:
+    """Nor can it be copied; in the words of neither is there a lock."""
+    says, way_out = "a ParallelPipeline has ranks of its own", r"before ParallelPipeline\(pipe\)"
+    refused = f"cannot be sent to worker processes: {says}.*{way_out}"
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=says):
+            copied(parallel)
+    with pytest.raises(PlanError, match=refused):
+        parallel.asks_for_the_time = lambda: parallel.current_timestep
+
+
+def test_a_cache_asks_for_the_timestep_of_the_ranks_own_pipeline(hold: Hold) -> None:
+    """As diffusers documents it: its function refers to the pipeline, which goes to the ranks with it."""
+    tiny = build("cogvideox")
+    pipe, call = tiny.pipe, {**tiny.call_kwargs, "num_inference_steps": 6, "output_type": "latent"}
+    untouched = pipe(**call, generator=generator())
+    pipe.transformer.enable_cache(
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(-1, 1001),
+            current_timestep_callback=lambda: pipe.current_timestep,
+        )
+    )
+    want = pipe(**call, generator=generator())
+    assert relative_error(untouched, want) > 100 * EXACT
+    with hold(pipe) as parallel:
+        parallel.plan = "cfg=2"
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
+
+
+def test_a_change_of_what_was_read_is_no_change_of_the_ranks(
+    parallel: ParallelPipeline, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said before the next call, once; not of what was set, or only read."""
+    before = parallel.scheduler
+    try:
+        parallel(**CALL, generator=generator())
+        assert not caplog.messages
+        parallel.scheduler.register_to_config(prediction_type="v_prediction")
+        for _ in range(2):
+            parallel(**CALL, generator=generator())
+        assert [each for each in caplog.messages if each.startswith("pipe.scheduler was changed")] == caplog.messages[
+            :1
+        ]
+        changed = parallel.scheduler
+        assert changed.config.prediction_type == before.config.prediction_type
+        changed.register_to_config(prediction_type="v_prediction")
+        parallel.scheduler = changed
+        caplog.clear()
+        parallel(**CALL, generator=generator())
+        assert not caplog.messages
+    finally:
+        parallel.scheduler = before

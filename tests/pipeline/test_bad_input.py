@@ -14,6 +14,7 @@ import torch
 from diffusers.models.attention import BasicTransformerBlock
 
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
+from patchpar.launch.devices import count_named
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
@@ -90,10 +91,26 @@ def test_plans_devices_and_options(sdxl_folder: Path, options: dict[str, Any], w
 
 
 @pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("devices", [4, "4", "cpu:4", ["cpu"] * 4, "cpu,cpu,cpu,cpu", "ray:4"])
+def test_devices_that_torchrun_has_not_started(
+    sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch, devices: object
+) -> None:
+    """Its variables may come from elsewhere: some clusters set them for each process."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match=says("devices=", "are 4", "torchrun has started 1 rank,", "unset")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices=devices)
+    for other in ("auto", "cpu", "cuda", 1, "cpu:1"):
+        assert count_named(other) in (None, 1)
+
+
+@pytest.mark.usefixtures("no_start")
 def test_gpus_that_are_not_there(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchpar.launch.accelerators.device_count", lambda kind: 2 if kind == "cuda" else 0)
     with pytest.raises(PlanError, match=says("'cuda:2' does not exist", "cuda:0, cuda:1")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices=["cuda:0", "cuda:2"])
+    with pytest.raises(PlanError, match=says("'cuda' in devices names none of them", "'cuda:0'", "devices='cuda'")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices=torch.device("cuda"))
     with pytest.raises(PlanError, match=says("devices=4", "use at most 2", "cpu:4")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices=4)
 
@@ -233,6 +250,7 @@ def test_what_is_no_pipeline(thing: Any) -> None:
         ("auto", {"prompt": []}, ["prompt is an empty list", "at least one"]),
         ("auto", {"prompt": 3}, ["prompt is a int", "a text or a list"]),
         ("auto", {"prompt": ["a", None]}, ["prompt holds a NoneType", "a text or a list"]),
+        ("auto", {"prompt": {0: "a"}}, ["prompt is a dict", "a text or a list"]),
         ("auto", {"negative_prompt": {"a"}}, ["negative_prompt is a set", "a text or a list"]),
         ("auto", {"callback": print}, ["callback=", "callback_on_step_end="]),
         ("patch=2", {"height": 32, "width": 32}, ["4 latent rows make 1 band", "2 ranks", "at most 1", "64 pixels"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from patchpar import ParallelPipeline, UnsupportedModel
 from patchpar.errors import CallCancelled, PlanError
 from tests.breadth import first_of
+from tests.tiny import build
 from tests.tiny.adapted_pipelines import SEEN, image_weights
 
 from .callbacks import Darken, Halved
-from .conftest import EXACT, QUICK, generator, relative_error
+from .conftest import EXACT, QUICK, Hold, generator, relative_error
 
 CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
 
@@ -128,6 +130,44 @@ def test_a_callback_stops_the_run(parallel: ParallelPipeline, plain: Any, plan: 
     assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT  # and the next one runs through
 
 
+def test_another_thread_cannot_stop_the_run(parallel: ParallelPipeline) -> None:
+    """It would wait for the end of the call, and have no effect."""
+    refused = []
+
+    def stop() -> None:
+        with pytest.raises(PlanError, match="after the call that they are in: set it in its callback_on_step_end"):
+            parallel._interrupt = True
+        refused.append(True)
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        thread = threading.Thread(target=stop)
+        thread.start()
+        thread.join()
+        return tensors
+
+    parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+    assert len(refused) == 4
+    for value in (True, False):
+        parallel._interrupt = value
+        assert parallel._interrupt is value
+
+
+def test_a_callback_reads_what_it_has_set(parallel: ParallelPipeline, plain: Any) -> None:
+    """By the property of the pipeline, too, as in diffusers."""
+    found = []
+    for pipe in (parallel, plain):
+        seen: list[Any] = []
+
+        def change(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], seen: list[Any] = seen) -> Any:
+            pipe._guidance_scale, pipe._interrupt = 3.0 + step, step == 1
+            seen.append((pipe.guidance_scale, pipe.interrupt, pipe._interrupt))
+            return tensors
+
+        pipe(**CALL, generator=generator(), callback_on_step_end=change)
+        found.append(seen)
+    assert found[0] == found[1] == [(3.0, False, False), (4.0, True, True)]
+
+
 def test_a_callback_turns_guidance_off(parallel: ParallelPipeline, plain: Any) -> None:
     """The way diffusers documents: it sets an attribute of the pipeline and passes half of the embeddings."""
     names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
@@ -159,6 +199,29 @@ def test_a_callback_class_that_workers_cannot_import(parallel: ParallelPipeline,
             return {**callback_kwargs, "latents": callback_kwargs["latents"] * 1.2}
 
     assert compare(parallel, plain, Brighten) <= EXACT
+
+
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "patch=2"))
+def test_the_only_callback_of_older_pipelines(hold: Hold, plan: str) -> None:
+    """It gets step, timestep and latents, and may write to these; PixArt has no other."""
+    tiny, found, seen = build("pixart"), [], list[tuple[int, float]]()
+    call = {**tiny.call_kwargs, "num_inference_steps": 4, "output_type": "latent"}
+
+    def darken(step: int, timestep: Any, latents: torch.Tensor) -> str:
+        seen.append((step, float(timestep)))
+        latents.mul_(0.8)
+        return "is not read"
+
+    untouched = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = plan
+        for pipe in (parallel, tiny.pipe):
+            found.append(pipe(**call, generator=generator(), callback=darken, callback_steps=2))
+        assert relative_error(parallel(**call, generator=generator(), callback_steps=1), untouched) <= EXACT
+    assert relative_error(*found) <= EXACT
+    assert relative_error(untouched, found[1]) > 10 * EXACT
+    assert seen[:2] == seen[2:]
+    assert [step for step, _ in seen] == [0, 2, 0, 2]
 
 
 class Enough(Exception):

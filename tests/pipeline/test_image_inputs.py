@@ -45,5 +45,19 @@ def test_frames_of_a_video(hold: Hold) -> None:
     assert relative_error(got, want) <= EXACT
 
 
+def test_prompts_of_some_frames(hold: Hold) -> None:
+    """FreeNoise takes them as a dict, of texts by number of the frame; between them embeddings are interpolated."""
+    tiny = build("animatediff")
+    tiny.pipe.enable_free_noise(context_length=2, context_stride=1)
+    call = {**tiny.call_kwargs, "num_frames": 4, "num_inference_steps": 2, "output_type": "latent"}
+    call |= {"prompt": {0: "a red house", 3: "a blue boat"}, "negative_prompt": {0: "fog", 3: "rain"}}
+    want = tiny.pipe(**call, generator=generator())
+    other = tiny.pipe(**{**call, "prompt": "a red house", "negative_prompt": "fog"}, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = "cfg=2"
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
+    assert relative_error(other, want) > 10 * EXACT
+
+
 def _pixels(call: dict[str, Any]) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in call.items() if hasattr(value, "tobytes")}

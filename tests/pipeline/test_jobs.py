@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from diffusers.hooks import FirstBlockCacheConfig
 
 from patchpar import CallCancelled, ParallelPipeline, Plan, PlanError, WorkerDied
+from patchpar.pipeline import job as job_module
 from patchpar.plan.part_ratio import ratio_of
 from tests.pipeline.conftest import EXACT, QUICK, WORLD, generator, relative_error
 from tests.tiny import build
@@ -94,6 +96,24 @@ def test_a_job_does_not_wait_for_calls_that_take_turns(four: ParallelPipeline) -
         assert waits.is_alive()
     waits.join(SECONDS)
     assert not waits.is_alive()
+
+
+def test_a_wait_for_ranks_is_no_time_that_they_took(four: ParallelPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts are compared with the latter: on a clock that stands still but while the job waits."""
+    now, found = [0.0], []
+
+    def compared(run: Any, kwargs: Any, busy: float | None) -> Any:
+        found.append((run.seconds, busy))
+        return run
+
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(four._state.timed, "compared", compared)
+    with four._executor._locks.holding([0]):
+        job = submitted(four, (0,), 0)
+        assert job._is_queued.wait(SECONDS)
+        now[0] = 100.0
+    job.result(SECONDS)
+    assert found == [(100.0, 0.0)]
 
 
 def test_an_automatic_plan_is_for_the_ranks_of_the_job(four: ParallelPipeline) -> None:

@@ -18,7 +18,9 @@ from patchpar.errors import PlanError
 from patchpar.pipeline import timed_plans
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
+from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.timed_plans import TimedPlans
@@ -170,15 +172,22 @@ def test_others_go_on_while_plans_are_searched_for(monkeypatch: pytest.MonkeyPat
         chosen = [pool.submit(state.choose, lambda *_: RULE, None, CALL) for _ in range(2)]
         try:
             assert searching.wait(SECONDS)
-            pool.submit(lambda: (state.follow(set_event()), state.ended(run(1.0), CALL))).result(SECONDS)
+            pool.submit(lambda: (state.follow(set_event()), state.ended(run(1.0), CALL, busy=1.0))).result(SECONDS)
         finally:
             go_on.set()
         assert [each.result(SECONDS).plan for each in chosen] == [Plan(cfg=2)] * 2
     assert searches.count(Plan()) == 1
 
 
-def run(seconds: float) -> Run:
-    return Run(plan=Plan(cfg=2), seconds=seconds, ranks=())
+STEP = StepStats(bytes_sent={}, bytes_received={}, seconds_waited={})
+
+
+def run(seconds: float, steps: int = 1) -> Run:
+    ranks = [
+        RankStats(rank=rank, device="cpu", bytes_sent={}, bytes_received={}, seconds_waited={}, steps=(STEP,) * steps)
+        for rank in range(2)
+    ]
+    return Run(plan=Plan(cfg=2), seconds=seconds, ranks=tuple(ranks))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +207,7 @@ def test_two_calls_in_a_row_that_are_off_correct_the_measurement(
     forecast = plans.planned(GUIDED, CALL).forecast.seconds
     for ratio in ratios:
         plans.planned(GUIDED, CALL)
-        found = plans.compared(run(ratio * forecast), CALL)
+        found = plans.compared(run(ratio * forecast), CALL, ratio * forecast)
         assert found.forecast == pytest.approx(forecast)
         assert " s predicted)" in str(found)
     assert kept.of(DEVICES).device.scale == pytest.approx(scale * DEVICE.scale)
@@ -209,12 +218,42 @@ def test_a_callback_has_no_effect_on_the_plan_but_on_the_time(
 ) -> None:
     plans, call = timed(monkeypatch, kept, with_exchange(0.3)), {**CALL, "callback_on_step_end": print}
     assert plans.better(RULE, GUIDED, call) == plans.better(RULE, GUIDED, CALL) != RULE
-    assert plans.compared(run(1.0), CALL).forecast is not None
-    assert plans.compared(run(1.0), call).forecast is None
+    assert plans.compared(run(1.0), CALL, 1.0).forecast is not None
+    assert plans.compared(run(1.0), call, 1.0).forecast is None
+
+
+@pytest.mark.parametrize("busy", [0.6, None])
+def test_a_wait_for_ranks_and_a_job_that_goes_on_correct_nothing(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, busy: float | None
+) -> None:
+    """Jobs that wait for one another take several times their forecast, from call to image."""
+    plans = timed(monkeypatch, kept, with_exchange(0.3))
+    forecast = plans.planned(GUIDED, CALL).forecast.seconds
+    assert forecast == pytest.approx(0.5)
+    for _ in range(4):
+        assert plans.compared(run(3.0), CALL, busy).forecast == pytest.approx(forecast)
+    assert kept.of(DEVICES).device.scale == DEVICE.scale
+
+
+def test_a_forecast_is_compared_for_what_a_call_has_made(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    """A scheduler may make another number of steps, as one of second order does, and latents are not decoded."""
+
+    def simulate(plan: Plan) -> Forecast:
+        found = with_exchange(0.3)(plan)
+        return replace(found, phases={DECODE: replace(found.step, seconds=9.0)})
+
+    plans = timed(monkeypatch, kept, simulate)
+    step = plans.planned(GUIDED, CALL).forecast.step.seconds
+    latents = {**CALL, "output_type": "latent", "num_inference_steps": 4}
+    for call, around in ((latents, 0.0), ({**CALL, "num_inference_steps": 4}, 9.0)):
+        for _ in range(3):
+            took = 7 * step + around
+            assert plans.compared(run(took, steps=7), call, took).forecast == pytest.approx(took)
+    assert kept.of(DEVICES).device.scale == DEVICE.scale
 
 
 def test_a_call_without_a_forecast_has_none(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
-    assert timed(monkeypatch, kept, with_exchange(0.3)).compared(run(1.0), CALL).forecast is None
+    assert timed(monkeypatch, kept, with_exchange(0.3)).compared(run(1.0), CALL, 1.0).forecast is None
 
 
 @pytest.mark.breadth

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diffusers import EulerDiscreteScheduler, HeunDiscreteScheduler
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.planner import forecast as forecast_module
+from patchpar.pipeline.planner.empty_model import EmptyModel
 from patchpar.pipeline.planner.forecast import PlanForecasts
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
@@ -90,6 +92,15 @@ def test_what_is_known_of_a_call_are_two_numbers(tmp_path: Path) -> None:
     (file,) = tmp_path.iterdir()
     file.write_text(file.read_text().replace(": 30", ': "30"'))
     assert tapes.call() is None
+
+
+@pytest.mark.parametrize("scheduler", [EulerDiscreteScheduler, HeunDiscreteScheduler])
+def test_the_steps_of_a_call_are_those_of_its_scheduler(scheduler: Any) -> None:
+    """One of second order calls the denoiser twice in each step but one."""
+    model = EmptyModel(embedded_model(), {}, {**CALL, "num_inference_steps": 5})
+    model._pipe.scheduler = scheduler()
+    model._pipe.scheduler.set_timesteps(5)
+    assert model.call.steps == len(model._pipe.scheduler.timesteps)
 
 
 def test_a_call_with_tensors_is_not_kept(tmp_path: Path) -> None:

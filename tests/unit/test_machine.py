@@ -207,3 +207,13 @@ def test_every_device_has_a_source() -> None:
     for device in DEVICES:
         assert device.source.startswith("https://")
         assert device.flops["float16"] > device.flops["float32"] > 0
+
+
+@pytest.mark.parametrize("cards", [2, 6])
+def test_cards_of_different_hosts_share_no_memory(cards: int) -> None:
+    """Roots are counted within each host, also where a host has no multiple of four cards."""
+    path = Machine.parse(f"2x({cards}xRTX4090-pcie4)-eth100").topology().path
+    first, last = ({each.name for each in path(a, a + 1).resources} for a in (cards - 2, cards))
+    assert first.isdisjoint(last)
+    alone = Machine.parse(f"{cards}xRTX4090-pcie4").topology().path(0, 1)
+    assert [each.rate for each in path(cards, cards + 1).resources] == [each.rate for each in alone.resources]

@@ -34,10 +34,9 @@ class EmptyModel:
     def call(self) -> CallFacts:
         """What the planner has to know of the call."""
         given, default = self._kwargs.get("num_inference_steps"), parameters_of(type(self._pipe))
-        return CallFacts(
-            branches=describe(self._pipe).branches(self._kwargs),
-            steps=given or default.get("num_inference_steps") or 1,
-        )
+        steps, scheduler = given or default.get("num_inference_steps") or 1, getattr(self._pipe, "scheduler", None)
+        order = getattr(scheduler, "order", 1)  # calls of the denoiser in each step but one
+        return CallFacts(branches=describe(self._pipe).branches(self._kwargs), steps=order * steps - (order - 1))
 
     def ranks(self, plan: Plan, steps: int) -> ImageRanks:
         """Return the ranks of the first image under a plan, in so many steps. With data=N the call has N prompts.

@@ -28,7 +28,7 @@ Found = ImageRanks | PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFacts:
-    """What the planner knows of a call: the number of its guidance branches, and of its steps."""
+    """What the planner knows of a call: the number of its guidance branches, and of the steps of its scheduler."""
 
     branches: int
     steps: int

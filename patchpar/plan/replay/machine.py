@@ -122,8 +122,9 @@ class Machine:
     def _within(self, a: int, b: int) -> Iterator[Resource]:
         yield self._port("out", a, b)
         if self._is_through_host(a, b):
-            for root in dict.fromkeys((a // CARDS_OF_A_ROOT, b // CARDS_OF_A_ROOT)):
-                yield Resource(f"host memory of root {root}", 2 * self._rate(a, b))
+            host = a // self.devices_per_host
+            for root in dict.fromkeys(each % self.devices_per_host // CARDS_OF_A_ROOT for each in (a, b)):
+                yield Resource(f"memory of host {host} at root {root}", 2 * self._rate(a, b))
         yield self._port("in", b, a)
 
     def _port(self, way: str, rank: int, other: int) -> Resource:
