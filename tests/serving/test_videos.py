@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import av
 import numpy as np
@@ -137,6 +138,21 @@ def test_another_request_cancels_one_that_waits_for_the_file(client: Any, method
         error = error_of(waiting.result(20), 410)
     assert (error["code"], error["type"]) == ("cancelled", "invalid_request_error")
     assert "retry-after" not in waiting.result().headers
+
+
+def test_who_polls_while_the_workers_end_is_answered(wan: ParallelPipeline) -> None:
+    """Which takes seconds: the port ends after them."""
+    generator = ImageGenerator(ServedModel(model="wan", devices=("cpu",)))
+    generator.open = lambda: generator.adopt(wan)  # type: ignore[method-assign]
+    generator.warm_up = lambda job: None  # type: ignore[method-assign]
+    service = ImageService(generator, ServerSettings())
+    service.load()
+    client = client_of(application(service))
+    name = client.post(VIDEOS, json=SMALL).json()["id"]
+    until(lambda: client.get(f"{VIDEOS}/{name}").json()["status"] == "completed", "the video")
+    with patch.object(ParallelPipeline, "close", lambda pipe: None):  # other tests use it
+        service.close()
+    assert client.get(f"{VIDEOS}/{name}").json()["status"] == "completed"
 
 
 BAD: list[tuple[dict[str, Any], str | None, str]] = [
