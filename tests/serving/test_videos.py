@@ -160,6 +160,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seconds": 4}, "seconds", "invalid_value"),  # and num_frames
     ({"seconds": "long", "num_frames": None}, "seconds", "invalid_value"),
     ({"seconds": "-1", "num_frames": None}, "seconds", "invalid_value"),
+    *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("1e308", "nan", 1e308, 10**400)),
     ({"seconds": "4", "num_frames": None}, "seconds", "above_limit"),
     ({"size": "60x60"}, "size", "invalid_size"),
     ({"fps": 0}, "fps", "invalid_value"),
