@@ -1,7 +1,6 @@
 """The feeds of all streams, by name."""
 
 import threading
-from collections import OrderedDict
 from typing import TypeVar
 
 from starlette.types import ASGIApp
@@ -12,7 +11,7 @@ from patchpar.stream.web.page_input import PageInputs, PageMicrophone
 from patchpar.stream.web.viewer import KEPT
 
 __all__ = ["Feeds", "ImageFeed", "LiveFeed", "MediaFeed", "VideoFeed"]
-MAX_FEEDS = 16  # a stream that a page shows ends long before this many others have started
+MAX_FEEDS = 16  # more than run and wait in the queue of a page of its own
 F = TypeVar("F", bound=MediaFeed)
 
 
@@ -40,14 +39,18 @@ class Feeds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._feeds: OrderedDict[str, MediaFeed] = OrderedDict()
+        self._feeds: dict[str, MediaFeed] = {}  # the oldest first
 
     def add(self, feed: F) -> F:
-        """Register a feed. Beyond MAX_FEEDS the oldest is closed."""
+        """Register a feed. Beyond MAX_FEEDS the oldest one that is over is dropped, or else the oldest is closed.
+
+        A page that begins streams and stops them again would otherwise end the one that another page watches.
+        """
         with self._lock:
             self._feeds[feed.name] = feed
             while len(self._feeds) > MAX_FEEDS:
-                _, old = self._feeds.popitem(last=False)
+                old = min(self._feeds.values(), key=lambda each: not each.is_over)
+                del self._feeds[old.name]
                 old.close()
         return feed
 

@@ -13,7 +13,7 @@ from gradio.utils import get_upload_folder
 from PIL import UnidentifiedImageError
 from PIL.Image import DecompressionBombError
 
-from patchpar import PatchparError
+from patchpar import PatchparError, PlanError
 
 from .limits import FILE, GONE, IMAGE_FORMATS, MAX_IMAGE_PIXELS, bytes_of
 
@@ -68,6 +68,7 @@ class ErrorReportingBlocks(gr.Blocks):  # type: ignore[misc]  # Gradio is not ty
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Inputs of a handler. Raises gr.Error, which the page shows as a toast."""
         try:
+            _check_here(inputs)
             files = [_as_file(value) for value in inputs]
             return await super().preprocess_data(block_fn, files, *args, **kwargs)
         except Exception as error:
@@ -75,6 +76,16 @@ class ErrorReportingBlocks(gr.Blocks):  # type: ignore[misc]  # Gradio is not ty
             if isinstance(error, gr.Error) and not isinstance(cause, OSError):
                 raise
             raise gr.Error(escape(_upload_error_message(cause))) from error
+
+
+def _check_here(value: Any) -> None:
+    """Raise PlanError for a file that is an address: Gradio would fetch it, from any server and of any size."""
+    if isinstance(value, dict):
+        if "://" in str(value.get("path")):
+            raise PlanError(f"{FILE} is an address: no other server is asked for files. Choose one of this machine")
+        value = [*value.values()]
+    for each in value if isinstance(value, list) else ():
+        _check_here(each)
 
 
 def _as_file(value: Any) -> Any:

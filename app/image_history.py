@@ -34,7 +34,8 @@ class ImageHistory:
         Raises PatchparError where the disk takes no more.
         """
         page = self.folder / owner
-        path = page / f"{time.time_ns():020d}.png"
+        last = max((int(name) for name in self.names(owner)), default=0)
+        path = page / f"{max(time.time_ns(), last + 1):020d}.png"  # the newest also after the clock was put back
         small = image.copy()
         small.thumbnail((THUMBNAIL, THUMBNAIL))
         try:

@@ -4,14 +4,13 @@ A browser sends what another page's form or script tells it to send here; it say
 Programs that are no browsers send neither header, and reach what anybody reaches who can open a connection.
 """
 
-from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from patchpar.stream.web.http_page import is_same_origin
+from patchpar.stream.web.http_page import is_own_origin
 
 HARMLESS = ("GET", "HEAD", "OPTIONS")
-OWN = ("same-origin", "none")  # of Sec-Fetch-Site: this page's request, or the person's
 REFUSED = "This request was made by another page. Open this one itself."
 
 
@@ -24,19 +23,7 @@ class OwnRequests:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         is_here = scope["type"] == "http" and scope["path"].startswith(self._prefix)
-        if is_here and scope["method"] not in HARMLESS and is_foreign(Headers(scope=scope)):
+        if is_here and scope["method"] not in HARMLESS and not is_own_origin(HTTPConnection(scope)):
             await PlainTextResponse(REFUSED, status_code=403)(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-
-def is_foreign(headers: Headers) -> bool:
-    """Whether the browser declares that another page made the request.
-
-    Sec-Fetch-Site holds behind a server that gives this one another name, where Origin and Host differ; browsers
-    leave it out beyond this machine without TLS.
-    """
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if site is not None:
-        return site not in OWN
-    return not is_same_origin(origin, headers.get("host", ""))

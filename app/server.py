@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,5 +179,6 @@ def serve(setup: AppConfig, address: Address, announce: Callable[[str], Any], en
                 server.wait()
             finally:
                 with signals_ignored():
-                    ending()
+                    with suppress(OSError):  # of a terminal that has gone
+                        ending()
                     server.close()

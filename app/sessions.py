@@ -31,13 +31,12 @@ class PageSessions:
         owner = name if NAME.fullmatch(name or "") else secrets.token_hex(16)
         with self._lock:
             self._owner_of[session] = owner
-        self._queue.page_returned(owner)
+            self._queue.page_returned(owner)
         return owner
 
     def disconnect(self, session: str) -> None:
         """A connection has ended. The page has gone if it has no other."""
         with self._lock:
             owner = self._owner_of.pop(session, None)
-            is_here = owner in self._owner_of.values()
-        if owner is not None and not is_here:
-            self._queue.page_left(owner)
+            if owner is not None and owner not in self._owner_of.values():
+                self._queue.page_left(owner)  # before another connection is made, which ends its grace period

@@ -6,12 +6,13 @@ from typing import Any
 from fastapi import FastAPI
 
 from patchpar import ParallelPipeline
+from patchpar.models.task import purpose_of
 
 from .job_queue import Job, JobQueue
 from .origin import OwnRequests
 from .server import Address, add_page
 from .state import AppState
-from .workers import AppConfig, AppWorkers
+from .workers import TASK, AppConfig, AppWorkers
 
 PATH = "/app"
 
@@ -26,7 +27,7 @@ class SharedPage:
         append: Callable[[Callable[[Job], Any]], Job],
         pipeline: Callable[[], ParallelPipeline],
     ) -> None:
-        self._address = address
+        self._address, self._pipeline = address, pipeline
         self.state = AppState.sharing(AppWorkers(setup, pipeline), JobQueue.sharing(append))
 
     def add_to(self, app: FastAPI) -> None:
@@ -35,7 +36,8 @@ class SharedPage:
         add_page(app, self.state, self._address, PATH)
 
     def begin(self) -> None:
-        """Prepare the page, once the model is loaded. Raises PlanError."""
+        """Prepare the page, once the model is loaded. Raises PlanError for one that the page cannot call."""
+        TASK.check(purpose_of(self._pipeline().description.pipeline))  # of the hub it is known only now
         self.state.prepare()
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, StreamingPipeline
+from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import EMBEDDED, check_memory, resolve_model
 from patchpar.models.info import PipelineInfo
@@ -160,7 +161,7 @@ class AppWorkers:
 
     def _opened(self, name: str, opening: Callable[[], Any]) -> Any:
         if name not in self._open:
-            is_dear = any(device.startswith("cuda") for device in self.setup.devices.names)
+            is_dear = any(map(is_accelerator, self.setup.devices.names))
             for other in list(self._open):
                 if is_dear or other != IMAGES:
                     self._open.pop(other).close()

@@ -6,7 +6,7 @@ Flags with the panel MORE are in the help of `--help-all` only, so that that of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -157,6 +157,7 @@ class ImageFlags(SizedFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts("num_images")
+        check_prompts(self.prompt)
         check_seed(self.seed, most=2**64 - self.images)
         InputImages.check(image=self.image, mask=self.mask, strength=self.strength)
 
@@ -251,6 +252,23 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = hints
     return run
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raise PlanError for one of several prompts that is a file: what a shell has made of a flag's pattern."""
+    for each in prompts if len(prompts) > 1 else ():
+        if Path(each).suffix and _is_file(each):
+            raise PlanError(
+                f"prompt {each!r} is a file here: a flag takes one value, so name it before each, as in --lora A "
+                "--lora B; and give a prompt in quotes"
+            )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # what can be no path
+        return False
 
 
 def check_deadline(seconds: float) -> None:

@@ -1,7 +1,7 @@
 """`patchpar serve MODEL`: images, videos or streams over HTTP, in the format of OpenAI's interface."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,13 @@ PAGE_PATHS = ("/app", "/live/")
 AUTO_BATCH = 8
 """Requests: whoever is in a batch waits until all of it is made."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
+OF_STREAMS = ("stream_slots", "max_seconds")
+OF_IMAGES = (
+    *("plan", "per_request", "quality", "task", "lora", "batch", "batch_wait_ms", "policy", "recover", "max_queue"),
+    *("max_per_key", "max_per_user", "max_pixels", "max_steps", "max_frames", "max_kept", "ttl", "files", "journal"),
+    *("admin_key_file", "secret_file", "trusted_network"),
+)
+"""Flags that a server of the other kind has no use for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +141,10 @@ def _page(request: ServeFlags, service: "ImageService | StreamService") -> Any:
         raise PlanError("--app with --api-key-file: browsers send no API keys; add --app-auth NAME:PASSWORD")
     address = server.Address(host=request.host, port=request.port, users=users)
     options = {name: value for name, value in service.served.options.items() if name != "deadline"}
+    try:
+        workers.TASK.check_model(request.model, options)
+    except PlanError as error:
+        raise PlanError(f"--app: {error}; or leave --app out") from error
     setup = workers.AppConfig(
         model=request.model,
         devices=resolve_devices(list(service.served.devices)),
@@ -181,22 +192,17 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
         from patchpar.serving.served_task import check_servable
 
         check_servable(request.model, loading)
-        if request.stream_slots is not None:
-            raise PlanError(
-                f"--stream-slots {request.stream_slots}: {request.model} is no streaming model, with a stream.json in "
-                "its folder; leave it out, or serve such a model, as embedded-face"
-            )
-        return
-    of_images: dict[str, object] = {
-        "--lora": request.lora,
-        "--per-request": request.per_request,
-        "--task": request.task,
-    }
-    of_images |= {"--quality": request.quality, "--secret-file": request.secret_file}
-    of_images |= {"--trusted-network": request.trusted_network or None}
-    for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
-        if value is not None:
+    defaults = {each.name: each.default for each in fields(ServeFlags)}
+    for name in OF_IMAGES if is_streamed else OF_STREAMS:
+        flag, value = f"--{name.replace('_', '-')}", getattr(request, name)
+        if value == defaults[name]:
+            continue
+        if is_streamed:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
+        raise PlanError(
+            f"{flag} {value}: {request.model} is no streaming model, with a stream.json in its folder; leave it out, "
+            "or serve such a model, as embedded-face"
+        )
 
 
 def _settings(request: ServeFlags) -> "ServerSettings":

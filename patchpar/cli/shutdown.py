@@ -1,7 +1,7 @@
 """End a command by ctrl-C or a signal, without leaving workers running or files incomplete."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import typer
 
@@ -18,9 +18,15 @@ def ended_by_signals() -> Iterator[None]:
             yield
         except KeyboardInterrupt as ending:
             code = exit_code(ending)
-            typer.echo(ended_by(code - 128), err=True)
+            _say(code - 128)
             raise typer.Exit(code) from None
         except SystemExit as ending:
             if exit_code(ending) - 128 in ENDING:
-                typer.echo(ended_by(exit_code(ending) - 128), err=True)
+                _say(exit_code(ending) - 128)
             raise
+
+
+def _say(number: int) -> None:
+    """Say which signal has ended the command, unless its terminal has gone, which SIGHUP may be about."""
+    with suppress(OSError):
+        typer.echo(ended_by(number), err=True)

@@ -286,10 +286,9 @@ class ImageGenerator:
         return FinishedCall(output, call.run, self.pipe.explain(call), call.retries)
 
     def close(self) -> None:
-        """End the workers. Idempotent."""
-        pipe, self._pipe = self._pipe, None
-        if pipe is not None:
-            pipe.close()
+        """End the workers. Idempotent. What the model is stays known, for who asks for a video until the port ends."""
+        if self._pipe is not None:
+            self._pipe.close()
 
     def _tokens(self, prompt: str) -> int:
         """Return the number of tokens of a prompt by the pipeline's first tokenizer; 0 if none takes a plain text."""

@@ -30,6 +30,8 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
+        self.unsent: set[str] = set()
+        """IDs of requests whose responses have not been sent."""
         self._requests = Counter(
             "patchpar_requests_total", "Requests by route and status.", ["route", "code"], registry=registry
         )

@@ -97,7 +97,6 @@ class RequestJournal:
             ) from error
         except OSError as error:
             log.warning("--journal %s cannot be locked (%s): let no other server use it", folder, error.strerror)
-            return
         self._recover()
 
     def _recover(self) -> None:

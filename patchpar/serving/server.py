@@ -5,6 +5,7 @@ A second signal ends it at once, whatever is under way, and so does the first on
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from fastapi import FastAPI
@@ -17,7 +18,9 @@ from patchpar.stream.web.server import WebServer
 from patchpar.stream.web.shutdown import computation_abandoned, ended_at_once, signals_unwind
 
 WRITE_SECONDS = 2
-"""Time for the last responses to be sent."""
+"""Time for the last responses to be sent, where the grace period is over."""
+LOOK_SECONDS = 0.05
+"""Between looks at responses that are being sent."""
 
 
 class Page(Protocol):
@@ -55,8 +58,17 @@ class ModelServer:
         self._port.wait()
 
     def drain(self) -> bool:
-        """Accept nothing more, and finish what was accepted within the grace period. Return whether it has ended."""
-        return self.service.drain(self.service.settings.grace)
+        """Accept nothing more, and finish what was accepted within the grace period. Return whether it has ended.
+
+        A request that has ended is encoded and sent then, which takes seconds for large images and slow clients.
+        """
+        seconds, unsent = self.service.settings.grace, self.service.metrics.unsent
+        give_up = time.monotonic() + seconds
+        has_ended = self.service.drain(seconds)
+        last = frozenset(unsent)
+        while any(each in unsent for each in last) and time.monotonic() < give_up:
+            time.sleep(LOOK_SECONDS)
+        return has_ended
 
     def close(self) -> None:
         """End requests, port and workers. Idempotent."""
@@ -98,6 +110,7 @@ def serve(
             announce(server.url, time.monotonic() - start)
             server.wait()
         finally:
-            ending()
+            with suppress(OSError):  # of a terminal that has gone, which SIGHUP may be about
+                ending()
             with signals_unwind():  # a second signal counts too
                 server.drain()

@@ -1,7 +1,9 @@
 """Settings of `patchpar serve`: what is served, to whom, and what a request may ask for at most."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +93,16 @@ class ServedModel:
     @property
     def name(self) -> str:
         """The name by which clients request the model: a hub id, or the last part of a folder's path."""
-        parts = self.model.rstrip("/").split("/")
-        return self.model if len(parts) == 2 and parts[0] not in ("", ".", "..", "~") else parts[-1]
+        return _name_of(self.model)
+
+
+@cache
+def _name_of(model: str) -> str:
+    folder = Path(model).expanduser()
+    if folder.is_dir():  # also one that reads like a hub id, and one whose path has no name, as `.`
+        return folder.name if folder.name not in ("", "..") else folder.resolve().name
+    parts = model.rstrip("/").split("/")
+    return model if len(parts) == 2 and parts[0] not in ("", ".", "..", "~") else parts[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +137,7 @@ class KeptResults:
 
     `gigabytes`: of 10^9 bytes, what results in memory and videos take together, and files of images by themselves.
     `folder`: of videos; None is one that is deleted at the end. Raises PlanError for a limit that is too low, or no
-    folder.
+    folder that can be written to.
     """
 
     seconds: float = 3600.0
@@ -144,6 +154,10 @@ class KeptResults:
             raise PlanError(f"--max-kept-gb {self.gigabytes:g}: it must be a finite number of gigabytes above 0")
         if self.folder is not None and not self.folder.is_dir():
             raise PlanError(f"--files {self.folder}: there is no such folder; make it first")
+        if self.folder is not None and not os.access(self.folder, os.W_OK | os.X_OK):
+            raise PlanError(
+                f"--files {self.folder}: it cannot be written to: change its permissions, or use another one"
+            )
 
     @property
     def bytes(self) -> int:

@@ -28,12 +28,12 @@ class VideoRequest(PipelineFields):
         if self.num_frames is not None:
             raise _wrong_seconds("seconds and num_frames: give one of them")
         try:
-            seconds = float(self.seconds)
-        except ValueError:
+            count = float(self.seconds) * fps
+        except (ValueError, OverflowError):
             raise _wrong_seconds(f"seconds={str(self.seconds)[:40]!r}: it must be a number, such as 4") from None
-        if not 0 < seconds < float("inf"):
-            raise _wrong_seconds(f"seconds={seconds:g}: it must be more than 0")
-        return max(1, round(seconds * fps))
+        if not 0 < count < float("inf"):
+            raise _wrong_seconds(f"seconds={self.seconds!r:.40}: it must be more than 0, and finite")
+        return max(1, round(count))
 
 
 def parse_video(body: bytes) -> VideoRequest:

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import HTTPException
+from gradio.components.image_editor import EditorData
+from gradio.data_classes import FileData
 from PIL import Image, ImageDraw
 
 from app.edit import ImageEdit, mask_of, size_of
 from app.edit_tab import EditTab
 from app.image_parameters import read_parameters
-from app.mask_editor import check, mask_editor
+from app.mask_editor import MAX_LAYERS, MAX_WAITING, check, mask_editor
 from app.state import AppState
 from patchpar import PlanError
 from tests.unit.test_image_file import huge_png
@@ -133,6 +136,38 @@ def test_files_are_checked_before_they_are_decoded(tmp_path: Path, monkeypatch: 
     with pytest.raises(PlanError, match="at most 0 MB"):
         check(bytes(11))
     assert editor.convert_and_format_image(None) is None
+
+
+def test_one_file_as_many_layers_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    """A small file may be 160 MB of pixels, and be named as often as a request is long."""
+    Image.new("RGBA", (64, 64)).save(tmp_path / "paint.png")
+    file, editor, decoded = FileData(path=str(tmp_path / "paint.png")), mask_editor("Image"), list[Any]()
+    few, many = (EditorData(background=file, layers=[file] * number) for number in (MAX_LAYERS, MAX_LAYERS + 1))
+    assert len(editor.preprocess(few)["layers"]) == MAX_LAYERS, "the control"
+    assert editor.preprocess(None) is None
+    editor.convert_and_format_image = lambda *_, **__: decoded.append(1)
+    with pytest.raises(PlanError, match=f"{MAX_LAYERS + 1} layers of paint: at most {MAX_LAYERS} are taken"):
+        editor.preprocess(many)
+    assert decoded == []
+
+
+def test_images_that_wait_for_their_run_are_few() -> None:
+    """Gradio makes room for as many layers as the number of one says, and forgets no image whose run never begins."""
+    editor = mask_editor("Image")
+    assert editor.accept_blobs._is_server_fn, "for Gradio's route"
+
+    def send(name: str, index: str, kind: str = "layer") -> None:
+        data: Any = {"type": kind, "index": index, "id": name}
+        editor.accept_blobs(SimpleNamespace(data=data, files=[("blob", b"image")]))
+
+    for number in range(MAX_WAITING + 3):
+        send(str(number), "0")
+        send(str(number), "null", "background")
+    assert [*editor.blob_storage] == [str(number) for number in range(3, MAX_WAITING + 3)]
+    for index in (str(MAX_LAYERS), "1000000000", "-1", "²"):
+        with pytest.raises(HTTPException, match="413"):
+            send("0", index)
+    assert "0" not in editor.blob_storage
 
 
 def test_gradio_leaves_no_file_beside_the_source() -> None:

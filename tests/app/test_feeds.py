@@ -28,6 +28,17 @@ def test_feeds_have_names_that_cannot_be_guessed_and_the_oldest_makes_room() -> 
     assert found[-1].is_over
 
 
+def test_streams_that_were_stopped_do_not_end_one_that_runs() -> None:
+    """One page can begin and stop as many as it likes while another page watches its own."""
+    feeds = Feeds()
+    watched = feeds.add(ImageFeed())
+    for _ in range(2 * MAX_FEEDS):
+        feeds.add(ImageFeed()).close()
+    assert feeds.get(watched.name) is watched
+    assert not watched.is_over
+    assert len(feeds._feeds) == MAX_FEEDS
+
+
 def test_the_feed_of_a_job_that_is_cancelled_while_it_waits_is_over() -> None:
     """Its page shows the feed then, and a browser would wait for the first image for ever."""
     feed, go, stream = ImageFeed(), threading.Event(), SimpleNamespace(run=print)

@@ -155,6 +155,26 @@ def test_an_image_within_a_request_is_not_decoded_either(tmp_path: Path, page: g
         asyncio.run(page.preprocess_data(receive_frame, [None, {**values[1], "url": url[:-3]}], None))
 
 
+@pytest.mark.parametrize("field", [None, "background"])
+def test_no_other_server_is_asked_for_a_file(
+    page: gr.Blocks, field: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradio fetches addresses, of any size, into the folder of uploads."""
+    asked = list[str]()
+
+    async def fetched(url: str, **_: Any) -> str:
+        asked.append(url)
+        raise OSError("not in a test")
+
+    monkeypatch.setattr("gradio.processing_utils.async_ssrf_protected_download", fetched)
+    (upscale,) = (each for each in page.fns.values() if getattr(each.fn, "__name__", "") == "upscale")
+    file = {"path": "https://files.example/large.png", "meta": {"_type": "gradio.FileData"}}
+    values = [None, file if field is None else {field: file}, 2, 0.35, "a fox", 30, 0]
+    with pytest.raises(gr.Error, match="the file is an address: no other server is asked for files"):
+        asyncio.run(page.preprocess_data(upscale, values, None))
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

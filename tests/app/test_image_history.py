@@ -53,6 +53,16 @@ def test_the_oldest_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seeds(history, "a") == [5], "the newest stays, whatever its size"
 
 
+def test_the_newest_is_first_after_the_clock_was_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be the oldest, and go at once where there are as many as are kept."""
+    monkeypatch.setattr(image_history, "MAX_IMAGES", 2)
+    history, now = ImageHistory(tmp_path), image_history.time.time_ns()
+    for seed, seconds in enumerate((0, 1, -3600)):
+        monkeypatch.setattr(image_history.time, "time_ns", lambda at=now + seconds * 10**9: at)
+        add(history, "a", seed)
+    assert seeds(history, "a") == [2, 1]
+
+
 def test_pages_that_are_not_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_history, "MAX_PAGES", 2)
     history = ImageHistory(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,26 @@ def test_a_page_that_is_reloaded_finds_its_job(queue: JobQueue, is_late: bool) -
     work.go.set()
     assert over(job).result == "kept"
     assert queue.job_of(owner, "image") is job
+
+
+def test_a_page_that_comes_back_while_it_leaves_has_come_back() -> None:
+    """Handlers of both run at the same time, and the last one to reach the queue decides."""
+    order, has_come, leaving = list[str](), threading.Event(), threading.Event()
+
+    def left(owner: str) -> None:
+        leaving.set()
+        has_come.wait(0.5)  # where nothing keeps the new connection from coming first
+        order.append("left")
+
+    sessions = PageSessions(SimpleNamespace(page_left=left, page_returned=lambda owner: order.append("came")))  # type: ignore[arg-type]
+    owner = sessions.connect("session 1", "d" * 32)
+    thread = threading.Thread(target=sessions.disconnect, args=["session 1"])
+    thread.start()
+    assert leaving.wait(10)
+    sessions.connect("session 2", owner)
+    has_come.set()
+    thread.join(10)
+    assert order == ["came", "left", "came"]
 
 
 def test_it_can_leave_more_than_once(queue: JobQueue) -> None:

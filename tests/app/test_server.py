@@ -182,6 +182,13 @@ def test_a_busy_port_is_a_sentence() -> None:
             WebServer("127.0.0.1", port, "--port")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+def test_an_address_that_is_none_of_this_machine(host: str) -> None:
+    """Of which no other port helps."""
+    with pytest.raises(PlanError, match=f"{host}:0 cannot be used: .*; choose an address of this machine with --host"):
+        WebServer(host, 0, "--port")
+
+
 def test_without_a_gpu_there_are_two_cpu_workers() -> None:
     names = devices_of("auto").names
     assert names == ("cpu", "cpu") or all(name.startswith("cuda") for name in names)

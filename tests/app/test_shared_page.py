@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +90,7 @@ def test_the_page_is_served_beside_the_routes(served: Any) -> None:
     ("arguments", "message"),
     [
         (["embedded-face", "--app"], "models of images"),
+        (["embedded", "--app", "--task", "image-to-image"], "--app: this model is a"),
         (["embedded", "--app", "--app-auth", "me"], "--app-auth me: No such file"),
         (["embedded", "--app-auth", "me:mine"], "--app-auth is the log-in of the page of --app: add --app"),
         (["embedded", "--app", "--trusted-network"], "--app with --secret-file or --trusted-network"),
@@ -98,3 +100,14 @@ def test_flags(arguments: list[str], message: str) -> None:
     response = CliRunner().invoke(command, ["serve", *arguments])
     assert response.exit_code == 2
     assert message in response.output
+
+
+def test_a_model_of_videos_has_no_page() -> None:
+    """Its first call would be a whole video, and each run of the page would fail."""
+    pipe: Any = SimpleNamespace(description=SimpleNamespace(pipeline="WanPipeline"))
+    jobs = list[Any]()
+    page = SharedPage(SETUP, Address(), lambda work: jobs.append(work), lambda: pipe)  # type: ignore[arg-type, func-returns-value]
+    with pytest.raises(PlanError, match="this model is a WanPipeline, which makes video"):
+        page.begin()
+    assert jobs == []
+    page.close()

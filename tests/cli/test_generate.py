@@ -228,6 +228,16 @@ def test_flags_that_make_no_sense(fake: Any, run: Any, tmp_path: Path, flags: li
     assert not fake.opened
 
 
+def test_a_file_among_the_prompts_is_what_a_shell_has_made_of_a_pattern(fake: Any, run: Any, tmp_path: Path) -> None:
+    """`--lora *.safetensors` gives the flag the first file, and an image to each of the others."""
+    (tmp_path / "b.safetensors").touch()
+    result = run("generate", "a fox", tmp_path / "b.safetensors", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert "b.safetensors' is a file here: a flag takes one value" in " ".join(result.stderr.split())
+    assert not fake.opened
+    assert run("generate", "a fox.", "a" * 5000 + ".b", "a\0.c", "-o", tmp_path / "x.png").exit_code == 0, "the control"
+
+
 def test_a_prompt_is_needed(fake: Any, run: Any) -> None:
     result = run("generate")
     assert result.exit_code == 2

@@ -92,6 +92,17 @@ def test_quality_is_a_number_of_steps(four: Any) -> None:
         assert response.json()["quality"] == fields["quality"]
 
 
+def test_the_name_of_a_folder_is_the_last_part_of_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is written: clients request the model by it, and the next server finds its journal by it."""
+    (tmp_path / "models" / "sdxl").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    wanted = {"models/sdxl": "sdxl", "./models/sdxl/": "sdxl", "org/model": "org/model", "embedded": "embedded"}
+    assert {each: ServedModel(model=each, devices=("cpu",)).name for each in wanted} == wanted
+    monkeypatch.chdir(tmp_path / "models" / "sdxl")
+    wanted = {".": "sdxl", "..": "models", "../sdxl": "sdxl", str(tmp_path / "models" / "sdxl"): "sdxl"}
+    assert {each: ServedModel(model=each, devices=("cpu",)).name for each in wanted} == wanted
+
+
 def test_bad_flags() -> None:
     assert _quality(ServeFlags(model="m", quality="low=8, high=30")) == {"low": 8, "high": 30}
     assert _quality(ServeFlags(model="m")) == {}

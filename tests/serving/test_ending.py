@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -24,6 +25,9 @@ from patchpar import ParallelPipeline
 from patchpar.cli import app as command
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.pipeline.suspended_call import SuspendedCall
+from patchpar.serving import server
+from patchpar.serving.http import images
+from patchpar.serving.image_response import response_of
 from patchpar.serving.server import serve
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings
@@ -35,11 +39,27 @@ BODY = {"prompt": "a fox"}
 SECONDS = 300.0
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_finishes_what_was_accepted(number: signal.Signals, raised: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "raised", "has_terminal"),
+    [(signal.SIGTERM, 143, True), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
+)
+def test_a_signal_finishes_what_was_accepted(
+    number: signal.Signals, raised: int, has_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the connection has gone from which the server was started, so that nothing can be printed."""
     fake: Any = FakeGenerator()
     service = ImageService(fake, ServerSettings(port=0, grace=20.0))
     answers: list[Future[Any]] = []
+
+    def echo(*_: Any, **__: Any) -> None:
+        if not has_terminal:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def ending() -> None:
+        fake.gate.set()
+        echo()
+
+    monkeypatch.setattr("typer.echo", echo)
     with ThreadPoolExecutor(2) as pool:
 
         def request(url: str, seconds: float) -> None:
@@ -55,11 +75,39 @@ def test_a_signal_finishes_what_was_accepted(number: signal.Signals, raised: int
             os.kill(os.getpid(), number)
 
         with pytest.raises(BaseException) as ended, ended_by_signals():  # noqa: PT011 - of typer or of Python
-            serve(service, request, fake.gate.set)
+            serve(service, request, ending)
         code = getattr(ended.value, "exit_code", getattr(ended.value, "code", None))
         assert code == raised
         assert [answer.result(20).status_code for answer in answers] == [200, 200]
     assert fake.is_closed
+
+
+def test_what_has_ended_is_sent_within_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are encoded after their request has left the queue, and large ones take longer than the port waits."""
+    monkeypatch.setattr(server, "WRITE_SECONDS", 0)
+    service = ImageService(FakeGenerator(), ServerSettings(port=0, grace=20.0))  # type: ignore[arg-type]
+    encoding, is_drained = threading.Event(), threading.Event()
+
+    def encoded(*values: Any) -> Any:
+        encoding.set()
+        assert is_drained.wait(20)
+        time.sleep(1)  # the port would have ended by then
+        return response_of(*values)
+
+    drain = service.drain
+    monkeypatch.setattr(images, "response_of", encoded)
+    monkeypatch.setattr(service, "drain", lambda seconds: (drain(seconds), is_drained.set())[0])
+    with ThreadPoolExecutor(1) as pool:
+        answers: list[Future[Any]] = []
+
+        def request(url: str, seconds: float) -> None:
+            answers.append(pool.submit(httpx.post, url + PATH, json=BODY, timeout=20))
+            assert encoding.wait(20)
+            raise SystemExit(0)
+
+        with pytest.raises(SystemExit):
+            server.serve(service, request, lambda: None)
+        assert answers[0].result(20).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ def test_defaults_of_openai_are_accepted(strict: Any) -> None:
     response = strict.post(PATH, json={**nothing, **asked, "prompt": "a fox", "stream": False, "quality": "high"})
     assert response.status_code == 200, response.text
     assert "quality" in response.headers["warning"]
+    events = strict.post(PATH, json={"prompt": "a fox", "quality": "high", "stream": True})
+    assert events.headers["warning"] == response.headers["warning"]
     assert "warning" not in strict.post(PATH, json={"prompt": "a fox"}).headers
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from patchpar.errors import PlanError
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
 from patchpar.serving.image_files import MAX_IMAGES, ImageFiles
@@ -52,6 +53,13 @@ def test_a_link_is_the_image_and_needs_no_key(app: Any, tmp_path: Path, output_f
     assert error_of(client.get(links[0]), 404)["code"] == "not_found"
     client.post(PATH, json=body)
     assert not path.exists(), "it has expired"
+
+
+def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the model is loaded, and not after the first video has been made."""
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may all
+    with pytest.raises(PlanError, match=r"--files .*: it cannot be written to: change its permissions"):
+        KeptResults(folder=tmp_path)
 
 
 def test_a_job_has_links_and_takes_its_files_with_it(app: Any, tmp_path: Path) -> None:

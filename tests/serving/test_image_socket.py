@@ -14,6 +14,7 @@ from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 
 from patchpar.serving.api_keys import ApiKeys
+from patchpar.serving.http import image_socket
 from patchpar.serving.http.application import application
 from patchpar.serving.http.image_socket import MAX_MESSAGE, PATH, ImageSocket
 from patchpar.serving.http.job_outcome import submitted
@@ -21,6 +22,7 @@ from patchpar.serving.job import Job
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
+from patchpar.serving.uploaded_image import check_upload
 from tests.serving.fakes import MODEL, FakeGenerator
 from tests.serving.requests import client_of, is_busy, until
 
@@ -97,6 +99,39 @@ def test_of_images_that_come_too_fast_the_newest_is_used(editing: Any) -> None:
     assert len(fake.calls) == 2
 
 
+def test_an_image_that_waits_keeps_the_settings_that_came_before_it(editing: Any) -> None:
+    client, fake, _ = editing
+    fake.gate.clear()
+    with client.websocket_connect(PATH, headers=HOST) as socket:
+        socket.send_json(SETTINGS)
+        socket.receive_json()
+        socket.send_bytes(file_of())
+        assert fake.started.wait(20)
+        socket.send_bytes(file_of())
+        socket.send_json({**SETTINGS, "prompt": "a cat", "output_format": "webp"})
+        assert socket.receive_json()["type"] == "settings"
+        fake.gate.set()
+        assert [received(socket)[1].format for _ in range(2)] == ["JPEG", "JPEG"]
+    assert [call.arguments["prompt"] for call in fake.calls] == ["a fox", "a fox"]
+
+
+def test_images_are_decoded_two_at_a_time_as_uploads_are(editing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of some kilobytes may be 320 MB while it is checked, and there may be any number of clients."""
+    used = list[str]()
+
+    def noted(data: bytes, name: str) -> Any:
+        used.append(threading.current_thread().name)
+        return check_upload(data, name)
+
+    monkeypatch.setattr(image_socket, "check_upload", noted)
+    with editing[0].websocket_connect(PATH, headers=HOST) as socket:
+        socket.send_json(SETTINGS)
+        socket.receive_json()
+        socket.send_bytes(file_of())
+        received(socket)
+    assert [name.rpartition("_")[0] for name in used] == ["patchpar-uploads"]
+
+
 def test_as_many_at_once_as_there_are_devices_for() -> None:
     fake = generator_of(devices=("cpu",) * 2, per_request=1)
     service = ImageService(fake, ServerSettings())
@@ -170,6 +205,14 @@ def test_a_request_that_is_queued_for_nobody_is_cancelled(fails: bool) -> None:
 
     asyncio.run(asyncio.wait_for(cancelled(), 20))
     assert job.view.is_over != fails
+
+
+def test_another_site_takes_no_tickets(editing: Any) -> None:
+    """It could not read them, but those that are open at the same time are few."""
+    client, _, _ = editing
+    response = client.post(f"{PATH}/tickets", headers={"Origin": "http://other.example"})
+    assert (response.status_code, response.json()["error"]["code"]) == (403, "foreign_origin")
+    assert client.post(f"{PATH}/tickets").status_code == 200
 
 
 def test_who_leaves_cancels_what_is_in_work(editing: Any) -> None:

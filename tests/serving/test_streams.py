@@ -6,6 +6,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import av
@@ -16,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
 
 from patchpar.cli import app as command
+from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import stream_application
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
@@ -243,8 +245,12 @@ def test_a_model_that_is_none_for_streams(app: Any) -> None:
     ("arguments", "message"),
     [
         (["embedded", "--stream-slots", "1"], "no streaming model"),
+        (["embedded", "--max-seconds", "60"], "no streaming model"),
         (["embedded-face", "--devices", "cpu:2", "--stream-slots", "3"], "use 1 to that many"),
         (["embedded-face", "--lora", "a=b"], "without --lora"),
+        (["embedded-face", "--journal", "."], "without --journal"),
+        (["embedded-face", "--files", "."], "without --files"),
+        (["embedded-face", "--max-queue", "4"], "without --max-queue"),
         (["embedded-face", "--max-seconds", "0"], "--max-seconds"),
     ],
 )
@@ -252,6 +258,14 @@ def test_flags(arguments: list[str], message: str) -> None:
     response = CliRunner().invoke(command, ["serve", *arguments])
     assert response.exit_code == 2
     assert message in response.output
+
+
+def test_each_flag_is_of_one_kind_of_server_or_of_both() -> None:
+    """A flag that is read and not used would be one that people rely on."""
+    of_both = {"model", "devices", "dtype", "variant", "host", "port", "api_key_file", "app", "app_auth", "grace"}
+    of_both |= {"deadline", "debug"}
+    assert not set(OF_IMAGES) & set(OF_STREAMS)
+    assert of_both | {*OF_IMAGES, *OF_STREAMS} == {each.name for each in fields(ServeFlags)}
 
 
 def test_devices_of_slots() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import re
@@ -300,6 +301,23 @@ def test_a_broken_entry_stays_and_the_others_are_taken_up(journaled: Any, text: 
     client.delete(f"/v1/jobs/{name}")
     service.close()
     assert {each.name for each in folder.iterdir()} == {broken.name, "notes.txt"}
+
+
+def test_what_a_killed_server_has_left_is_cleared_up_without_locks_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a network file system: a request that was being replaced would be lost."""
+
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    name = f"job_{'0' * 24}"
+    (tmp_path / f".{name}.old").mkdir()
+    (tmp_path / f".{name}.part").mkdir()
+    RequestJournal(tmp_path).close()
+    assert "cannot be locked (No locks available)" in caplog.text
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 def test_a_journal_needs_a_folder(tmp_path: Path) -> None:

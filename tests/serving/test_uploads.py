@@ -232,9 +232,12 @@ def test_forms_of_other_sites(begun: Any) -> None:
     for origin in ("http://evil.example", "null", "http://127.0.0.1:81"):
         response = client.post(EDITS, data=FORM, files={"image": png()}, headers={"Origin": origin})
         assert error_of(response, 403)["code"] == "foreign_origin"
+    near = {"Origin": "http://127.0.0.1", "Sec-Fetch-Site": "same-site"}  # another server of this machine
+    assert client.post(EDITS, data=FORM, files={"image": png()}, headers=near).status_code == 403
     assert len(fake.calls) == before
-    own = client.post(EDITS, data=FORM, files={"image": png()}, headers={"Origin": "http://127.0.0.1"})
-    assert own.status_code == 200
+    behind = {"Origin": "https://studio.example", "Sec-Fetch-Site": "same-origin"}  # a proxy that gives it another name
+    for headers in ({"Origin": "http://127.0.0.1"}, behind):
+        assert client.post(EDITS, data=FORM, files={"image": png()}, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.breadth)])

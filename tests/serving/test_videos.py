@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import av
 import numpy as np
@@ -148,11 +149,27 @@ def test_another_request_cancels_one_that_waits_for_the_file(client: Any, method
     assert "retry-after" not in waiting.result().headers
 
 
+def test_who_polls_while_the_workers_end_is_answered(wan: ParallelPipeline) -> None:
+    """Which takes seconds: the port ends after them."""
+    generator = ImageGenerator(ServedModel(model="wan", devices=("cpu",)))
+    generator.open = lambda: generator.adopt(wan)  # type: ignore[method-assign]
+    generator.warm_up = lambda job: None  # type: ignore[method-assign]
+    service = ImageService(generator, ServerSettings())
+    service.load()
+    client = client_of(application(service))
+    name = client.post(VIDEOS, json=SMALL).json()["id"]
+    until(lambda: client.get(f"{VIDEOS}/{name}").json()["status"] == "completed", "the video")
+    with patch.object(ParallelPipeline, "close", lambda pipe: None):  # other tests use it
+        service.close()
+    assert client.get(f"{VIDEOS}/{name}").json()["status"] == "completed"
+
+
 BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"num_frames": 10}, "num_frames", "above_limit"),
     ({"seconds": 4}, "seconds", "invalid_value"),  # and num_frames
     ({"seconds": "long", "num_frames": None}, "seconds", "invalid_value"),
     ({"seconds": "-1", "num_frames": None}, "seconds", "invalid_value"),
+    *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("1e308", "nan", 1e308, 10**400)),
     ({"seconds": "4", "num_frames": None}, "seconds", "above_limit"),
     ({"size": "60x60"}, "size", "invalid_size"),
     ({"fps": 0}, "fps", "invalid_value"),

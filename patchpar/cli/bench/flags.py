@@ -22,6 +22,7 @@ from patchpar.cli.flags import (
     Variant,
     check_deadline,
     check_guidance,
+    check_prompts,
     given,
     trust_between_hosts,
 )
@@ -95,6 +96,7 @@ class BenchFlags:
 
     def all_prompts(self) -> list[str]:
         """Return the prompts of the command line, then those of the file. Raises PlanError if there are none."""
+        check_prompts(self.prompt or ())
         found = [*(self.prompt or ()), *(() if self.prompts is None else prompts_in(self.prompts))]
         if not found:
             raise PlanError(

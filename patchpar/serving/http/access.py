@@ -68,9 +68,12 @@ class RequestGuard:
                 message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, request_id.encode())]}
             await send(message)
 
+        if not scope["path"].startswith(self._pages or NO_PATH):  # which hold connections open as long as they are
+            self._metrics.unsent.add(request_id)
         try:
             await self._answered(scope, receive, answer, request_id, has_begun=lambda: status != GONE)
         finally:
+            self._metrics.unsent.discard(request_id)
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             self._metrics.observe_response(route, status, time.perf_counter() - start)
 

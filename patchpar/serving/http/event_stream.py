@@ -20,15 +20,19 @@ def event_of(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends `events` as they come. When the client disconnects, they are closed, so that their `finally` runs."""
+    """Sends `events` as they come. When the client disconnects, they are closed, so that their `finally` runs.
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    `headers`: of the response, beside its own.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._events = events
+        self._more = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whose body has been read."""
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self._more]})
         sending = asyncio.create_task(self._send(send))
         gone = asyncio.create_task(_until_gone(receive))
         try:

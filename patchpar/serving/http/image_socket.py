@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
@@ -20,6 +21,7 @@ from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.http.access import owner_of
 from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.http.job_outcome import submitted
+from patchpar.serving.http.request_body import check_origin
 from patchpar.serving.image_call import RANDOM_SEEDS
 from patchpar.serving.image_encoding import image_bytes
 from patchpar.serving.image_request import EditRequest, parse_edit_text
@@ -43,6 +45,7 @@ def add_image_socket(app: FastAPI, service: ImageService) -> None:
     @app.post(f"{PATH}/tickets")
     async def ticket(request: Request) -> JSONResponse:
         """Return a ticket for the WebSocket, for browsers, which send no API key with it."""
+        check_origin(request)
         made = service.tickets.issue(PATH, owner_of(request))
         view = {"object": "images.ticket", "protocols": protocols_of(made), "expires_in": TICKET_SECONDS}
         return JSONResponse(view, headers={"Cache-Control": "no-store"})
@@ -62,7 +65,7 @@ class ImageSocket:
         self._socket, self._service, self._owner = socket, service, owner
         self._name = f"socket_{secrets.token_hex(12)}"  # in the log, and in what the client is told of it
         self._wanted: EditRequest | None = None
-        self._newest: tuple[int, bytes] | None = None
+        self._newest: tuple[int, bytes, EditRequest] | None = None  # with the settings that were there before it
         self._changed = asyncio.Condition()
         self._jobs: deque[tuple[int, EditRequest, Job]] = deque()  # in work, in order, with their settings
         self._sending = asyncio.Lock()  # an image and what is said of it follow one another
@@ -106,7 +109,7 @@ class ImageSocket:
             raise RequestError('there is no prompt: send JSON first, such as {"prompt": "..."}', param="prompt")
         async with self._changed:
             self._dropped += self._newest is not None
-            self._newest = self._number, data
+            self._newest = self._number, data, self._wanted
             self._number += 1
             self._changed.notify_all()
 
@@ -116,25 +119,21 @@ class ImageSocket:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._newest is not None and len(self._jobs) < self._most)
                 assert self._newest is not None, "it was waited for"
-                (number, data), self._newest = self._newest, None
+                (number, data, wanted), self._newest = self._newest, None
             try:
-                self._jobs.append((number, *await self._queued(data)))  # at once: `run` cancels what is in it
+                job = await self._queued(data, wanted)
+                self._jobs.append((number, wanted, job))  # at once: `run` cancels what is in it
             except RequestError as error:
                 await self._refuse(error, number)
                 continue
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _queued(self, data: bytes) -> tuple[EditRequest, Job]:
-        wanted = self._wanted
-        assert wanted is not None, "images without settings are refused"
+    async def _queued(self, data: bytes, wanted: EditRequest) -> Job:
         self._service.check_room(wanted, self._owner)  # before it is decoded
         uploads = Uploads(images=(await checked_aside(check_upload, data, NAME),))
-
-        def submit() -> Job:
-            return self._service.submit(wanted, uploads, route="edit", owner=self._owner, is_lasting=False).job
-
-        return wanted, await submitted(submit, lambda job: job)
+        submit = partial(self._service.submit, wanted, uploads, route="edit", owner=self._owner, is_lasting=False)
+        return (await submitted(submit, lambda queued: queued.job)).job
 
     @property
     def _most(self) -> int:

@@ -71,7 +71,7 @@ async def _answer(
     queued = await submitted(submit, lambda found: found.job) if uploads.images else submit()
     if wanted.stream:
         request_id = request.scope["state"]["request_id"]
-        return EventStream(_events(wanted, queued, kind, request_id))
+        return EventStream(_events(wanted, queued, kind, request_id), _warning(service, wanted))
     done = await outcome_of(queued.job, request)
     content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds, service.files)
     return JSONResponse(with_whole_links(content, request), headers=_warning(service, wanted))

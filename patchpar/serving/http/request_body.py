@@ -9,7 +9,7 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from patchpar.serving.request_error import RequestError
-from patchpar.stream.web.http_page import is_same_origin
+from patchpar.stream.web.http_page import is_own_origin
 
 JSON, FORM = "application/json", "multipart/form-data"
 MAX_FILES, MAX_FIELDS = 16, 64
@@ -108,8 +108,8 @@ def idempotency_key_of(request: Request) -> str:
 
 def check_origin(request: Request) -> None:
     """Raise RequestError, 403, if a browser says that a page of another site sends this."""
-    if not is_same_origin(request.headers.get("origin"), request.headers.get("host", "")):
-        raise RequestError("a page of another site may not send forms here", status=403, code="foreign_origin")
+    if not is_own_origin(request):
+        raise RequestError("a page of another site may not send this", status=403, code="foreign_origin")
 
 
 def _check_kind(request: Request, wanted: str) -> None:

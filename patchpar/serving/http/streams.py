@@ -14,7 +14,7 @@ from patchpar.errors import PlanError
 from patchpar.serving.http.access import error_response, owner_of
 from patchpar.serving.http.event_stream import HEARTBEAT, HEARTBEAT_SECONDS, EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
-from patchpar.serving.http.request_body import FORM, kind_of, read_body, read_form
+from patchpar.serving.http.request_body import FORM, check_origin, kind_of, read_body, read_form
 from patchpar.serving.http.stream_socket import StreamSocket
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import TICKET_SECONDS, protocols_of
@@ -81,6 +81,7 @@ def _add_kept(app: FastAPI, service: StreamService) -> None:
     @app.post("/v1/streams/{name}/tickets")
     async def ticket(request: Request, name: str) -> JSONResponse:
         """Return a ticket for the WebSocket of a stream, for browsers, which send no API key with it."""
+        check_origin(request)
         found(request, name)
         made = service.tickets.issue(f"/v1/streams/{name}", owner_of(request))
         view = {"object": "stream.ticket", "protocols": protocols_of(made), "expires_in": TICKET_SECONDS}

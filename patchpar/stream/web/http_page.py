@@ -31,6 +31,7 @@ NOT_OURS = 1008
 """Close code of a refused WebSocket (RFC 6455: policy violation)."""
 FOREIGN = "this request was made by another page: open this one itself"
 FRESH = {"Cache-Control": "no-store"}
+OWN = ("same-origin", "none")  # of Sec-Fetch-Site: this page's request, or the person's
 NO_INPUTS = PageInputs()
 
 
@@ -224,16 +225,16 @@ def _control_of(text: str) -> dict[str, Any]:
     return found
 
 
-def is_own_origin(socket: HTTPConnection) -> bool:
-    """Whether the origin is this page or none: browsers let any page open a WebSocket to any server, and post to it."""
-    return is_same_origin(socket.headers.get("origin"), socket.headers.get("host"))
+def is_own_origin(request: HTTPConnection) -> bool:
+    """Whether it comes from this page or none: browsers let any page open a WebSocket to any server, and post to it.
 
-
-def is_same_origin(origin: str | None, host: str | None) -> bool:
-    """Whether a request with these headers comes from a page of its own server, or from no page."""
-    if origin is None:
-        return True
+    They say so in headers that no script can set. Sec-Fetch-Site holds behind a server that gives this one another
+    name, where Origin and Host differ; browsers leave it out beyond this machine without TLS, and some for WebSockets.
+    """
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site is not None:
+        return site in OWN
     try:
-        return urlsplit(origin).netloc == host
+        return origin is None or urlsplit(origin).netloc == request.headers.get("host")
     except ValueError:  # brackets that are none of an address
         return False

@@ -1,5 +1,6 @@
 """A web server in a thread, whose port is bound before a model is loaded."""
 
+import errno
 import ipaddress
 import socket
 import threading
@@ -28,6 +29,14 @@ def names_of(host: str) -> list[str]:
     return [*dict.fromkeys(("localhost", HOME, "[::1]", own))] if is_local(host) else ["*"]
 
 
+def _way_out(error: OSError | UnicodeError, flag: str) -> str:
+    """Return what is wrong with an address, and whether another port helps, by the option `flag`."""
+    if isinstance(error, (UnicodeError, socket.gaierror)) or error.errno == errno.EADDRNOTAVAIL:
+        reason = getattr(error, "strerror", None) or "it is no name of a machine"
+        return f"{reason}; choose an address of this machine with --host, such as {HOME}, or 0.0.0.0 for all of them"
+    return f"{error.strerror}; choose another port with {flag}, or {flag} 0 for any free port"
+
+
 def check_port(port: int, flag: str) -> None:
     """Raise PlanError for a number that is no port, from command-line option `flag`."""
     if not 0 <= port <= 65535:
@@ -48,12 +57,9 @@ class WebServer:
         try:
             self._socket.bind((host, port))
             self._socket.listen()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             self._socket.close()
-            raise PlanError(
-                f"{host}:{port} cannot be used: {error.strerror}; choose another port with {flag}, or {flag} 0 for any "
-                "free port"
-            ) from error
+            raise PlanError(f"{host}:{port} cannot be used: {_way_out(error, flag)}") from error
         self._server: Any = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()  # a join that a signal interrupts takes the thread for ended in Python 3.11
