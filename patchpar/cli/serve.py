@@ -1,7 +1,7 @@
 """`patchpar serve MODEL`: images, videos or streams over HTTP, in the format of OpenAI's interface."""
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +41,13 @@ PAGE_MODULES = ("server", "workers", "shared_page")
 PAGE_PATHS = ("/app", "/live/")
 AUTO_BATCH = 8
 """Requests: whoever is in a batch waits until all of it is made."""
+OF_STREAMS = ("stream_slots", "max_seconds")
+OF_IMAGES = (
+    *("plan", "per_request", "quality", "task", "lora", "secret_file", "trusted_network", "admin_key_file"),
+    *("max_queue", "max_per_key", "max_per_user", "batch", "batch_wait_ms", "policy", "recover", "journal"),
+    *("max_pixels", "max_steps", "max_frames", "max_kept", "ttl", "files"),
+)
+"""Flags that the other kind of server would ignore."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 
 
@@ -180,22 +187,18 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
         from patchpar.serving.served_task import check_servable
 
         check_servable(request.model, loading)
-        if request.stream_slots is not None:
-            raise PlanError(
-                f"--stream-slots {request.stream_slots}: {request.model} is no streaming model, with a stream.json in "
-                "its folder; leave it out, or serve such a model, as embedded-face"
-            )
-        return
-    of_images: dict[str, object] = {
-        "--lora": request.lora,
-        "--per-request": request.per_request,
-        "--task": request.task,
-    }
-    of_images |= {"--quality": request.quality, "--secret-file": request.secret_file}
-    of_images |= {"--trusted-network": request.trusted_network or None}
-    for flag, value in {**of_images, "--plan": None if request.plan == "auto" else request.plan}.items():
-        if value is not None:
+    unused = OF_IMAGES if is_streamed else OF_STREAMS
+    for field in fields(request):
+        value = getattr(request, field.name)
+        if field.name not in unused or value == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        if is_streamed:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
+        raise PlanError(
+            f"{flag} {value}: {request.model} is no streaming model, with a stream.json in its folder; leave it out, "
+            "or serve such a model, as embedded-face"
+        )
 
 
 def _settings(request: ServeFlags) -> "ServerSettings":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.pipeline.call_placement import MAX_RETRIES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
@@ -92,7 +93,8 @@ class ServedModel:
     def name(self) -> str:
         """The name by which clients request the model: a hub id, or the last part of a folder's path."""
         parts = self.model.rstrip("/").split("/")
-        return self.model if len(parts) == 2 and parts[0] not in ("", ".", "..", "~") else parts[-1]
+        is_path = len(parts) != 2 or parts[0] in ("", ".", "..", "~") or path_of(self.model).is_dir()
+        return parts[-1] if is_path else self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

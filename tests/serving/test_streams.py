@@ -6,6 +6,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import av
@@ -16,6 +17,7 @@ from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
 
 from patchpar.cli import app as command
+from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import stream_application
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
@@ -244,12 +246,25 @@ def test_a_model_that_is_none_for_streams(app: Any) -> None:
         (["embedded-face", "--devices", "cpu:2", "--stream-slots", "3"], "use 1 to that many"),
         (["embedded-face", "--lora", "a=b"], "without --lora"),
         (["embedded-face", "--max-seconds", "0"], "--max-seconds"),
+        (["embedded", "--max-seconds", "60"], "no streaming model"),
+        (["embedded-face", "--journal", "requests"], "without --journal"),
+        (["embedded-face", "--admin-key-file", "keys.txt"], "without --admin-key-file"),
+        (["embedded-face", "--recover", "off"], "without --recover"),
+        (["embedded-face", "--max-queue", "2"], "without --max-queue"),
     ],
 )
 def test_flags(arguments: list[str], message: str) -> None:
     response = CliRunner().invoke(command, ["serve", *arguments])
     assert response.exit_code == 2
     assert message in response.output
+
+
+def test_no_flag_is_ignored() -> None:
+    """Each belongs to servers of both kinds, or is refused by one of them."""
+    of_both = {"model", "devices", "dtype", "variant", "host", "port", "api_key_file", "grace", "deadline", "debug"}
+    of_both |= {"app", "app_auth"}  # which a server of streams refuses as well, and says why
+    assert {*OF_IMAGES, *OF_STREAMS} == {field.name for field in fields(ServeFlags)} - of_both
+    assert not {*OF_IMAGES} & {*OF_STREAMS}
 
 
 def test_devices_of_slots() -> None:
