@@ -234,7 +234,7 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         values.pop(HELP_ALL, None)
         with ended_by_signals():
-            command(flags(**values))
+            command(flags(**{name: _at_home(value) for name, value in values.items()}))
 
     parameters = [
         Parameter(
@@ -251,6 +251,14 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = hints
     return run
+
+
+def _at_home(value: Any) -> Any:
+    """Return a path with `~` expanded, as a shell expands `--output ~/a.png`, but not `--output=~/a.png`."""
+    try:
+        return value.expanduser() if isinstance(value, Path) else value
+    except RuntimeError:  # of an unknown user: what reads the path says so
+        return value
 
 
 def check_deadline(seconds: float) -> None:
