@@ -32,6 +32,8 @@ F = TypeVar("F")
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
 Debug = Annotated[bool, more("Show the traceback of an error.", "--debug")]
 Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, ray:N, or names: cuda:0,cuda:2.")]
+LocalDevices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, or names: cuda:0,cuda:2.")]
+"""Of commands whose ranks are on this machine."""
 Model = Annotated[str, typer.Option(show_default=False, help="A folder or a hub id; default: embedded.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Annotated[

@@ -55,7 +55,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 class ServeFlags:
     """The flags of `serve`."""
 
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, embedded, embedded-dit or embedded-face.")]
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None
