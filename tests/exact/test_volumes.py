@@ -32,23 +32,26 @@ def test_bytes_of_a_step_are_those_of_the_formula(
 ) -> None:
     """Uneven bands, edges of the image and inner ranks, and bands of a single row of tokens."""
     for found in ranks.run(COUNTED, world, strategies, "sdxl", (height, 16)):
+        assert found
         for strategy, figures in found.items():
-            assert figures["counted"] == figures["formula"], strategy
+            assert figures["counted"] == figures["formula"] != {}, strategy
 
 
 @pytest.mark.breadth
 def test_in_half_precision_moments_and_logsumexp_stay_whole(ranks: Any) -> None:
     for found in ranks.run(COUNTED, 3, ("displaced", "fresh-edges:context=partials"), "sdxl", (16, 16), torch.bfloat16):
+        assert found
         for strategy, figures in found.items():
-            assert figures["counted"] == figures["formula"], strategy
+            assert figures["counted"] == figures["formula"] != {}, strategy
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(["wide", "asymmetric"], "wide"))
 def test_bytes_where_convolutions_read_two_rows_or_the_next_band_only(ranks: Any, name: str) -> None:
     for found in ranks.run(COUNTED, 2, ("exact", "displaced", PUBLISHED), name, (16, 16)):
+        assert found
         for strategy, figures in found.items():
-            assert figures["counted"] == figures["formula"], strategy
+            assert figures["counted"] == figures["formula"] != {}, strategy
 
 
 def test_rounds_of_an_exact_call_are_those_of_the_sites(ranks: Any) -> None:
