@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -87,3 +88,16 @@ def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> Non
         for_gpus = path.parent.name == "programs" or path == PACKAGE / "cli" / "gpu_facts.py"
         own = own | (WITH_TORCH_FOR_GPUS if for_gpus else set())
         assert set(imported_by(path)) - known <= own, path
+
+
+def test_versions_on_the_page_are_those_that_are_allowed() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    needs = map(Requirement, re.findall(r'^  "(.+)",$', text.partition("\ndependencies")[2], re.MULTILINE))
+    allowed = {each.name: each.specifier for each in needs}
+    page = (REPOSITORY / "docs" / "installation.md").read_text()
+    first, last = re.findall(r"diffusers 0\.(\d+) to 0\.(\d+)", page)[0]
+    assert Requirement(f"diffusers>=0.{first},<0.{int(last) + 1}").specifier == allowed["diffusers"]
+    assert Requirement("transformers>=5.0,<6").specifier == allowed["transformers"]
+    assert "transformers 5 (below 5.24 with LoRA)" in page
+    assert '"transformers<5.24"' in text
+    assert f"torch {str(allowed['torch']).removeprefix('>=')} or newer" in page

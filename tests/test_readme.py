@@ -45,6 +45,7 @@ def command_lines(page: Path) -> list[str]:
         if match["language"] in ("", "bash", "sh", "console"):
             lines = match["text"].replace("\\\n", " ").splitlines()
             found += [line.removeprefix("$ ") for line in lines if re.match(rf"(\$ )?patchpar ({VERBS})\b", line)]
+    found = [re.sub(r"\s+# .*", "", line) for line in found]
     return [line for line in found if "   " not in line and "..." not in line]
 
 
@@ -93,6 +94,24 @@ def test_command_lines_parse(page: Path, line: str) -> None:
     get_command(app).commands[verb].make_context(verb, words)  # type: ignore[attr-defined]
 
 
+def unknown_flags(text: str) -> set[str]:
+    """Flags of commands within sentences and tables that their verb does not have."""
+    found = set()
+    for verb, rest in re.findall(rf"`patchpar ({VERBS})\b([^`]*)`", text):
+        known = {each for option in get_command(app).commands[verb].params for each in option.opts}  # type: ignore[attr-defined]
+        found |= {f"{verb} {flag}" for flag in re.findall(r"--[a-z-]+", rest) if flag not in known}
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_flags_within_sentences_are_flags(page: Path) -> None:
+    assert unknown_flags(page.read_text()) == set()
+
+
+def test_an_unknown_flag_within_a_sentence_would_be_seen() -> None:
+    assert unknown_flags("with `patchpar plan M --machine local --trace a.json`") == {"plan --trace"}
+
+
 def test_plans_beside_the_flags_of_others_parse() -> None:
     page = (REPOSITORY / "docs" / "comparison.md").read_text()
     table = page.partition("## From flags of")[2].partition("\n## ")[0]
@@ -101,7 +120,12 @@ def test_plans_beside_the_flags_of_others_parse() -> None:
 
 
 def test_there_are_command_lines_to_parse() -> None:
-    assert len([line for page in PAGES for line in command_lines(page)]) >= 2
+    """Those with a comment behind them too."""
+    assert len([line for page in PAGES for line in command_lines(page)]) >= 50
+    commented = [line for page in PAGES for line in page.read_text().splitlines() if re.match(r"patchpar .*  # ", line)]
+    parsed = {line for page in PAGES for line in command_lines(page)}
+    assert len(commented) >= 8
+    assert {line.partition("  #")[0].strip() for line in commented} <= parsed
 
 
 def anchors(page: Path) -> set[str]:

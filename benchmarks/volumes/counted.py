@@ -75,8 +75,8 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
         bands.denoise(denoiser.forward, **call)
         if history is not None:
             history.clock.tick()
-        ways["sent"].append({kind: comm.traffic.bytes_sent[kind] for kind in KINDS})
-        ways["received"].append({kind: comm.traffic.bytes_received[kind] for kind in KINDS})
+        ways["sent"].append(_by_kind(comm.traffic.bytes_sent))
+        ways["received"].append(_by_kind(comm.traffic.bytes_received))
     held = history.cache.num_bytes() if history is not None else StaleBytes(0, 0)
     bands.finish()
     bands.restore()
@@ -84,6 +84,11 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
         "held": held.held,
         "arriving": held.arriving,
     }
+
+
+def _by_kind(counted: Mapping[str, int]) -> dict[str, int]:
+    """Return bytes of all kinds that the formula knows, and of others that are sent all the same."""
+    return {**dict.fromkeys(KINDS, 0), **{kind: count for kind, count in counted.items() if count}}
 
 
 def expected(volumes: Volumes, group_rank: int) -> Figures:

@@ -13,7 +13,18 @@ from typing import Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Format, Json, Model, Variant, check_deadline, given
+from patchpar.cli.flags import (
+    DEADLINE,
+    Deadline,
+    Debug,
+    Format,
+    Json,
+    LocalDevices,
+    Model,
+    Variant,
+    check_deadline,
+    given,
+)
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel
@@ -30,7 +41,7 @@ TASK = RequestedTask(verb="doctor")
 class DoctorFlags:
     """The flags of `doctor`."""
 
-    devices: Devices = "auto"
+    devices: LocalDevices = "auto"
     model: Model = "embedded"
     dtype: Format = None
     variant: Variant = None

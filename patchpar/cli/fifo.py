@@ -13,9 +13,9 @@ from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import (
     Deadline,
     Debug,
-    Devices,
     Format,
     Json,
+    LocalDevices,
     Variant,
     check_deadline,
     check_guidance,
@@ -42,7 +42,7 @@ class FifoFlags:
 
     prompt: Annotated[str, typer.Argument(help="What to generate.")]
     model: Annotated[str, typer.Option(help="A text-to-video model, Wan or LTX-Video: folder or hub id.")]
-    devices: Devices = "auto"
+    devices: LocalDevices = "auto"
     seconds: Annotated[float | None, typer.Option(help="Length; default: until ctrl-C.")] = None
     height: Annotated[int | None, typer.Option(help="Pixels; default: 480, for Wan.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; default: 832, for Wan.")] = None

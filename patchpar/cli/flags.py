@@ -32,6 +32,8 @@ F = TypeVar("F")
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
 Debug = Annotated[bool, more("Show the traceback of an error.", "--debug")]
 Devices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, ray:N, or names: cuda:0,cuda:2.")]
+LocalDevices = Annotated[str, typer.Option(show_default=False, help="auto, 2, cpu:N, cuda, or names: cuda:0,cuda:2.")]
+"""Of commands whose ranks are on this machine."""
 Model = Annotated[str, typer.Option(show_default=False, help="A folder or a hub id; default: embedded.")]
 Dtype = Literal["float32", "float16", "bfloat16"]
 Format = Annotated[
@@ -235,7 +237,7 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         values.pop(HELP_ALL, None)
         with ended_by_signals():
-            command(flags(**values))
+            command(flags(**{name: _at_home(value) for name, value in values.items()}))
 
     parameters = [
         Parameter(
@@ -269,6 +271,14 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # what can be no path
         return False
+
+
+def _at_home(value: Any) -> Any:
+    """Return a path with `~` expanded, as a shell expands `--output ~/a.png`, but not `--output=~/a.png`."""
+    try:
+        return value.expanduser() if isinstance(value, Path) else value
+    except RuntimeError:  # of an unknown user: what reads the path says so
+        return value
 
 
 def check_deadline(seconds: float) -> None:

@@ -45,8 +45,18 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_STREAMS = ("stream_slots", "max_seconds")
 OF_IMAGES = (
     *("plan", "per_request", "quality", "task", "lora", "batch", "batch_wait_ms", "policy", "recover", "max_queue"),
-    *("max_per_key", "max_per_user", "max_pixels", "max_steps", "max_frames", "max_kept", "ttl", "files", "journal"),
-    *("admin_key_file", "secret_file", "trusted_network"),
+    *(
+        "max_per_key",
+        "max_per_user",
+        "max_pixels",
+        "max_steps",
+        "max_frames",
+        "max_kept",
+        "max_kept_gb",
+        "ttl",
+        "files",
+    ),
+    *("journal", "admin_key_file", "secret_file", "trusted_network"),
 )
 """Flags that a server of the other kind has no use for."""
 
@@ -55,7 +65,7 @@ OF_IMAGES = (
 class ServeFlags:
     """The flags of `serve`."""
 
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, embedded, embedded-dit or embedded-face.")]
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="Plan of requests that name none.")] = "auto"
     per_request: Annotated[int | None, typer.Option(help="Devices for a request, with plan auto.")] = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Debug, Devices, Dtype, Json
+from patchpar.cli.flags import Debug, Dtype, Json, LocalDevices
 from patchpar.cli.shutdown import ended_at_once
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class TuneFlags:
     """The flags of `tune`."""
 
-    devices: Devices = "auto"
+    devices: LocalDevices = "auto"
     dtype: Annotated[
         Dtype | None, typer.Option(metavar="<format>", help="Dtype of kernels; default: bfloat16, on a CPU float32.")
     ] = None

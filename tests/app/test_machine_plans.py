@@ -123,6 +123,7 @@ def test_it_is_what_simulate_says(kept: KeptMachines) -> None:
         model = pipe.description
     workers: Any = SimpleNamespace(setup=AppConfig(model="embedded", devices=TWO), loaded_model=lambda: model)
     found = plans_on(workers, JOB, CARDS, CALL, 10, kept).found
+    assert found.ranked
     for each in found.ranked:
         wanted = simulate("embedded", CARDS, each.plan, height=128, width=128, guidance_scale=4.0)
         assert each.step.seconds == pytest.approx(wanted.step.seconds)

@@ -86,6 +86,15 @@ def test_flags_that_few_need_are_in_the_longer_help_only(run: Any) -> None:
     assert displayed(run, "generate") == short, "what was shown once is folded again"
 
 
+def test_ray_is_offered_where_it_is_taken(run: Any) -> None:
+    """Of the other verbs all ranks are on this machine."""
+    page = (DOCS / "howto" / "ray.md").read_text()
+    taking = re.search(r"On the command line it is `--devices ray:8[^`]*`; (.*?) take it", page)
+    assert taking
+    offers = {verb for verb in VERBS if "ray:N" in run(verb, "--help-all").stdout}
+    assert offers == set(re.findall(r"`(\w+)`", taking[1]))
+
+
 def section(verb: str) -> str:
     """What the pages say of the flags of a verb."""
     page, heading = ("app.md", "Flags") if verb == "app" else ("cli.md", verb)

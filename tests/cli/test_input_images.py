@@ -15,6 +15,7 @@ from PIL import Image
 
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.pipeline_changes import LoraFlag, change_pipeline, scheduler_name
+from patchpar.cli.stream.images import ImageFrames
 from patchpar.errors import PlanError
 from patchpar.models.loading import for_task
 from patchpar.models.task import RequestedTask
@@ -47,6 +48,16 @@ def test_an_image_and_a_mask_are_passed_on_in_one_size(fake: Any, run: Any, file
     assert pipe.options["task"] == "inpainting"
     assert (call["image"].size, call["mask_image"].size, call["mask_image"].mode) == ((32, 40), (32, 40), "L")
     assert call["strength"] == 0.5
+
+
+def test_home_is_found_where_the_shell_leaves_it_to_us(
+    fake: Any, run: Any, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell expands `--image ~/a.png`, and not `--image=~/a.png`."""
+    monkeypatch.setenv("HOME", str(files))
+    found = run("generate", "a fox", "--image=~/a.png", "--output=~/out.png")
+    assert (found.exit_code, (files / "out.png").is_file()) == (0, True), found.output
+    assert [frame.size for frame in ImageFrames.of(Path("~"), None)][:1] == [(64, 48)]
 
 
 def test_a_model_that_takes_images_is_loaded_as_it_is(files: Path) -> None:

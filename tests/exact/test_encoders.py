@@ -60,6 +60,7 @@ def test_outputs_of_all_kinds_exceptions_and_random_states_travel(ranks: Any) ->
 def test_other_uses_of_an_encoder_work_or_are_refused_in_words(ranks: Any) -> None:
     first, other = ranks.run(f"{ON_RANKS}:uses", 2)
     refused = {"converted", "a weight", "embeddings"}
+    assert refused < other.keys()
     for name, text in other.items():
         if name in refused:
             assert text.startswith("UnsupportedModel: the weights of text_encoder are on the first rank"), (name, text)

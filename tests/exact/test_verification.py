@@ -57,6 +57,7 @@ def test_squeeze_and_excitation_is_exact(ranks: Any, tmp_path: Path, world: int)
 )
 def test_what_cannot_be_split_is_refused_by_name(ranks: Any, tmp_path: Path, change: str, says: str) -> None:
     for message in ranks.run(f"{ON_RANKS}:verified", 2, "sd", str(tmp_path), change):
+        assert len(message) == 2, "also where a verdict could be kept"
         for text in message:
             assert re.match(says, text), text
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.volumes.__main__ import EMBEDDED, PUBLISHED, STRATEGIES, inner, received
-from benchmarks.volumes.formula import Volumes
+from benchmarks.volumes.counted import _by_kind
+from benchmarks.volumes.formula import KINDS, Volumes
 from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.plan.bands import split_bands
 from patchpar.plan.exchange_policy import ExchangePolicy
@@ -32,8 +33,13 @@ def test_bytes_of_a_step_are_those_of_the_formula(
 ) -> None:
     """Uneven bands, edges of the image and inner ranks, and bands of a single row of tokens."""
     for found in ranks.run(COUNTED, world, strategies, "sdxl", (height, 16)):
+        assert found.keys() == {*strategies}
         for strategy, figures in found.items():
             assert figures["counted"] == figures["formula"], strategy
+
+
+def test_bytes_of_a_kind_that_no_formula_has_are_counted() -> None:
+    assert _by_kind({"kv": 1, "another": 2, "nothing": 0}) == {**dict.fromkeys(KINDS, 0), "kv": 1, "another": 2}
 
 
 @pytest.mark.breadth

@@ -219,7 +219,9 @@ def test_calls_lie_in_steps_and_exchange_points_in_calls(
 def test_sending_waiting_and_computing_make_up_a_call(traced: ParallelPipeline, tmp_path: Path) -> None:
     entries = entries_of(generate(traced, "displaced:warmup_steps=1"), tmp_path / "out.json")
     for rank in (0, 1):
-        for call in of_rank(entries, rank, "call"):
+        calls = of_rank(entries, rank, "call")
+        assert calls
+        for call in calls:
             parts = [e for e in of_rank(entries, rank, "send", "wait", "compute", "check") if inside(e, call)]
             assert sum(part["dur"] for part in parts) == pytest.approx(call["dur"], rel=1e-3)
             assert sum(part["dur"] for part in parts if part["cat"] == "compute") < call["dur"]

@@ -150,6 +150,7 @@ def test_rows_of_a_mask_are_aligned_on_cuda() -> None:
         biases = [on_fake_cuda(2, 4, 16, 21), on_fake_cuda(16, 24).narrow(-1, 3, 21), on_fake_cuda(2, 1, 1, 1)]
         for bias in biases:
             attend_locally(q, k, k, bias=bias)
+    assert len(watched.attention) == len(biases)
     for _, args in watched.attention:
         mask = args[3]
         assert mask.shape == (2, 4, 16, 21)

@@ -114,6 +114,14 @@ def test_bad_flags() -> None:
             ServedModel(model="m", devices=("cpu",), quality_steps=wrong)
 
 
+def test_the_name_is_a_hub_id_or_the_last_part_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "sdxl").mkdir(parents=True)
+    given = ("models/sdxl", "models/sdxl/", "./sdxl", "/a/models/sdxl", "~/sdxl", "org/sdxl", "embedded")
+    names = [ServedModel(model=model, devices=("cpu",)).name for model in given]
+    assert names == ["sdxl", "sdxl", "sdxl", "sdxl", "sdxl", "org/sdxl", "embedded"]
+
+
 def test_requests_of_one_call_by_a_number_or_automatically() -> None:
     batches = [_service(ServeFlags(model="embedded", devices="cpu", batch=text)).served.batch for text in ("1", "auto")]
     assert batches == [1, 8]

@@ -252,6 +252,8 @@ def test_a_model_that_is_none_for_streams(app: Any) -> None:
         (["embedded-face", "--files", "."], "without --files"),
         (["embedded-face", "--max-queue", "4"], "without --max-queue"),
         (["embedded-face", "--max-seconds", "0"], "--max-seconds"),
+        (["embedded-face", "--admin-key-file", "keys.txt"], "without --admin-key-file"),
+        (["embedded-face", "--recover", "off"], "without --recover"),
     ],
 )
 def test_flags(arguments: list[str], message: str) -> None:

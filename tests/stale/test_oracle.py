@@ -36,7 +36,7 @@ STRATEGIES = (
     "fresh-edges:context=partials,refresh=2,warmup_steps=2",
 )
 QUICK = ("fresh-edges:context=partials,refresh=2,warmup_steps=2",)
-"""A reduced context; halos and moments of others are in the runs of several strategies below."""
+"""A reduced context. Stale halos and moments: `test_guidance_that_ends_half_way`, in test_pipelines.py."""
 FEW = ("displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges")
 FAR = ("fresh-edges:context=pooled,pool=3", "fresh-edges:context=partials,refresh=3")
 STALE_HALO = "displaced:warmup_steps=2,group_norm=sync"

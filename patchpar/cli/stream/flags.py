@@ -12,9 +12,9 @@ from patchpar.cli.flags import (
     FACE,
     Deadline,
     Debug,
-    Devices,
     Format,
     Json,
+    LocalDevices,
     check_deadline,
     check_guidance,
     check_seed,
@@ -53,13 +53,13 @@ class StreamFlags:
 
     prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
     model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
-    devices: Devices = "auto"
+    devices: LocalDevices = "auto"
     audio: Annotated[str | None, typer.Option(help="A file; mic, page, - or a pipe for live audio.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
     input: Annotated[str | None, typer.Option(help="Video, folder, camera or page, to generate anew.")] = None
     seed: Annotated[int, more("The same seed gives the same video.")] = 0
-    fps: Annotated[float | None, typer.Option(help="Frames per second; default: the input's.")] = None
+    fps: Annotated[float | None, typer.Option(help="Frames per second; default: the model's or input's.")] = None
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
     ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None

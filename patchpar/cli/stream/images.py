@@ -38,7 +38,8 @@ class ImageFrames:
     @classmethod
     def of(cls, source: Path, fps: float | None) -> ImageFrames:
         """Check that `source` has images. `fps`: None for the video's own rate. Raises PlanError."""
-        if path_of(source).is_dir():
+        source = path_of(source)
+        if source.is_dir():
             if not _images_in(source):
                 raise PlanError(f"--input {source}: this folder has no images ({', '.join(SUFFIXES)})")
             return cls(source=source, fps=fps or FPS)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Json, LocalDevices, check_deadline
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
 from patchpar.cli.stream.video import parts_of
@@ -29,7 +29,7 @@ class ReplayFlags:
 
     session: Annotated[Path, typer.Argument(help="File written by `patchpar stream --record`.")]
     model: Annotated[str | None, typer.Option(help="Where the model is now; optional for embedded models.")] = None
-    devices: Devices = "auto"
+    devices: LocalDevices = "auto"
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
