@@ -4,12 +4,11 @@ import io
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.stream.media_file import open_media, upright
+from patchpar.stream.media_file import as_shown, open_media, timed_frames
 
 from .limits import check_size
 
@@ -75,26 +74,16 @@ class VideoFile:
         taken = 0
         try:
             with open_media(self.path) as container:
-                for seconds, frame in _timed(container):
+                track = container.streams.video[0]
+                for seconds, frame in timed_frames(container, MAX_RATE):
                     if seconds >= MAX_SECONDS:
                         return
                     if seconds * rate >= taken - 1e-6:
                         _check_frame(frame.width, frame.height)
                         taken = math.floor(seconds * rate + 1e-6) + 1
-                        yield upright(frame)
+                        yield as_shown(frame, track, "a frame")
         except av.FFmpegError as error:
             raise PlanError(f"the video ends early, after {taken} frames: {error.strerror}") from error
-
-
-def _timed(container: Any) -> Iterator[tuple[float, Any]]:
-    """Frames, each with the seconds since the first."""
-    stream = container.streams.video[0]
-    apart = 1 / float(stream.average_rate or MAX_RATE)
-    first = None
-    for number, frame in zip(count(), container.decode(stream)):
-        seconds = number * apart if frame.time is None else float(frame.time)
-        first = seconds if first is None else first
-        yield seconds - first, frame
 
 
 def _check_frame(width: int, height: int) -> None:

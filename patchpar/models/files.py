@@ -70,13 +70,14 @@ def shipped_name(model: str | Path) -> str | None:
 
 
 def resolve_model(
-    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
+    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = (), unread: Collection[str] = ()
 ) -> tuple[str, dict[str, Any], ModelFolder | None]:
     """Return (model to load, its options, its folder). The folder of a hub name is None.
 
     Absent components are passed as None, which diffusers requires. Folders are absolute paths: a rank that is started
-    later may have another working directory. `besides`: components that are not loaded from the folder. Raises
-    PlanError for a path that is no model folder, has no safetensors, has a broken weight file, or has code of its own.
+    later may have another working directory. `besides`: components that are not loaded from the folder. `unread`: those
+    whose weights need not be there. Raises PlanError for a path that is no model folder, has no safetensors, has a
+    broken weight file, or has code of its own.
     """
     options = dict(options)
     if str(model) in EMBEDDED:
@@ -87,7 +88,7 @@ def resolve_model(
         options["cache_dir"] = str(path_of(options["cache_dir"]).absolute())
     path = path_of(model).absolute()
     if str(model) and path.is_dir():
-        folder = inspect_folder(path, options.get("variant"))
+        folder = inspect_folder(path, options.get("variant"), unread=unread)
         refuse_code(path, options, besides=besides)
         return str(path), {**dict.fromkeys(folder.absent), **options}, folder
     if path.exists() or isinstance(model, Path) or not HUB_NAME.fullmatch(model):
@@ -120,10 +121,11 @@ def path_of(text: str | Path) -> Path:
     return path
 
 
-def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
-    """Return a local model folder after checking it. Raises PlanError."""
+def inspect_folder(path: Path, variant: str | None = None, *, unread: Collection[str] = ()) -> ModelFolder:
+    """Return a local model folder after checking it, but for the weights of components `unread`. Raises PlanError."""
     index = ModelIndex.read(path)
-    sizes = [_checked_sizes(file) for part in index.parts for file in _weights(path / part.name, variant)]
+    read = [part.name for part in index.parts if part.name not in unread]
+    sizes = [_checked_sizes(file) for name in read for file in _weights(path / name, variant)]
     return ModelFolder(
         path=path,
         pipeline=index.pipeline if isinstance(index.pipeline, str) else ".".join(index.pipeline),

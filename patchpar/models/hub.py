@@ -13,12 +13,22 @@ OPTIONS = ("cache_dir", "revision", "token", "proxies", "force_download", "local
 
 
 def fetched(
-    name: str, wanted: Sequence[str], options: Mapping[str, Any], *, passed_on: Iterable[str] = OPTIONS, subject: str
+    name: str,
+    wanted: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    unwanted: Sequence[str] = (),
+    passed_on: Iterable[str] = OPTIONS,
+    subject: str,
 ) -> Path:
-    """Return a local folder with the wanted files of a repository. `subject`: of the message. Raises PlanError."""
+    """Return a local folder with the wanted files of a repository, but for unwanted ones. Both are patterns.
+
+    `subject`: of the message. Raises PlanError.
+    """
     from huggingface_hub import snapshot_download
 
     passed = {option: options[option] for option in passed_on if options.get(option) is not None}
+    passed |= {"ignore_patterns": [*unwanted]} if unwanted else {}
     try:
         return Path(snapshot_download(name, allow_patterns=[*wanted], **passed))
     except (OSError, ValueError) as error:

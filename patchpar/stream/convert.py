@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import WanTransformer3DModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from patchpar.errors import PlanError
@@ -68,7 +69,7 @@ def convert_checkpoint(
     name, found = family_of(family, frozenset(entries), has_lora=lora is not None)
     entry = entry_of(entries, found.weights)
     weights = tensors_of(source, entries, entry)
-    path, _ = local_folder(base or found.base, {}, besides=LOADED_BY_US)
+    path, _ = local_folder(base or found.base, {}, besides=LOADED_BY_US, unread=(HIGH_NOISE,))
     config = None if found.stream is None else StreamConfig.of(found.stream)
     read = _networks(weights, path, source if source.is_dir() else source.parent, found, config)
     num_merged = 0
@@ -122,7 +123,7 @@ def _write(base: Path, target: Path, read: CheckpointNetworks, stream: Mapping[s
         if stream is not None:
             (partial / CONFIG).write_text(json.dumps(stream, indent=1) + "\n")
         partial.rename(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter for a full disk
         raise PlanError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -134,7 +135,13 @@ def _other_weights(base: Path) -> Any:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Link a file of the base model instead of copying gigabytes, where the file system can. Raises OSError."""
+    """Link weights of the base model instead of copying gigabytes, where the file system can. Raises OSError.
+
+    Other files are copied: who edits a configuration of the new model would edit that of the base too.
+    """
+    if not source.endswith(".safetensors"):
+        shutil.copy2(source, target)
+        return
     try:
         os.link(os.path.realpath(source), target)
     except OSError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.errors import PlanError, WorkerError
+from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.events import Reference
@@ -31,7 +31,7 @@ from patchpar.stream.messages import (
     StreamRun,
     Update,
 )
-from patchpar.stream.rank_driver import RankDriver, Restarts
+from patchpar.stream.rank_driver import LOST, RankDriver, Restarts
 from patchpar.stream.stage import StageStats
 from patchpar.stream.video_source import NO_FRAMES, FrameSources
 
@@ -142,6 +142,8 @@ class StreamDriver(RankDriver):
 
     def _end(self, error: Exception | None = None) -> None:
         super()._end(error)
+        if self._timer is not None:
+            self._timer.cancel()
         for source in self._frames.read_ahead:
             source.close()
 
@@ -281,7 +283,7 @@ class StreamDriver(RankDriver):
     def _resumed(self, error: Exception) -> StreamRun | None:
         """The run to resume with; None if the stream ends here."""
         state = self._resume_state
-        if self.status == "cancelled" or not isinstance(error, WorkerError) or not self._restarts.take():
+        if self.status == "cancelled" or not isinstance(error, LOST) or not self._restarts.take():
             self._end(error)
             return None
         state.epoch += 1

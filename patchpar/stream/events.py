@@ -88,11 +88,11 @@ class Parameter:
 Change = Prompt | Reference | Parameter
 
 
-def pack(changes: tuple[Any, ...]) -> Tensor:
+def pack(plain: Any) -> Tensor:
     """Serialize changes, and other plain objects, to bytes [N] in uint8, for one message."""
-    return torch.frombuffer(bytearray(messages.pack(messages.encode(changes))), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(messages.pack(messages.encode(plain))), dtype=torch.uint8)
 
 
-def unpack(data: Tensor) -> tuple[Any, ...]:
+def unpack(data: Tensor) -> Any:
     """Restore the objects of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
     return messages.unpack(to_host(data).numpy().tobytes())

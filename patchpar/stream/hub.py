@@ -13,22 +13,23 @@ WANTED = ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*.pn
 
 
 def local_folder(
-    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
+    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = (), unread: Collection[str] = ()
 ) -> tuple[Path, dict[str, Any]]:
     """Return a checked folder with the model and the options to load it with.
 
-    A hub name is downloaded, without pickles and code, and then checked as a folder is. `besides`: see resolve_model.
-    Raises PlanError.
+    A hub name is downloaded, without pickles, code and the weights of components `unread`, and then checked as a folder
+    is. `besides`, `unread`: see resolve_model. Raises PlanError.
     """
-    path, known, folder = resolve_model(model, options, besides=besides)
+    path, known, folder = resolve_model(model, options, besides=besides, unread=unread)
     if folder is None:
         rest = {name: value for name, value in known.items() if name not in OPTIONS}
-        path, known, _ = resolve_model(_downloaded(path, known), rest, besides=besides)
+        path, known, _ = resolve_model(_downloaded(path, known, unread), rest, besides=besides, unread=unread)
     return Path(path), known
 
 
-def _downloaded(name: str, options: Mapping[str, Any]) -> Path:
-    folder = fetched(name, WANTED, options, subject=no_folder(name))
+def _downloaded(name: str, options: Mapping[str, Any], unread: Collection[str]) -> Path:
+    unwanted = [f"{part}/*.safetensors*" for part in unread]
+    folder = fetched(name, WANTED, options, unwanted=unwanted, subject=no_folder(name))
     if not (folder / "model_index.json").is_file():
         raise PlanError(
             f"{name} has no model_index.json, so it is no pipeline: if it has a checkpoint of the transformer alone, "

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from PIL import Image
+from torch import Tensor
 
 from patchpar.errors import PatchparError
 from patchpar.stream.live_audio import LOOK_SECONDS, QUIET_SECONDS, as_patchpar_error
@@ -84,7 +85,11 @@ class Camera:
                 self._received_at = time.monotonic()
             self._has_ended = True
         except Exception as error:  # noqa: BLE001  of a device
-            self._error = as_patchpar_error(self._source.name, error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Note what is wrong with the source, or with its images."""
+        self._error = as_patchpar_error(self._source.name, error)
 
 
 class LiveFrames:
@@ -108,10 +113,18 @@ class LiveFrames:
         while not self._session.is_over:
             number, image = self._camera.newest
             if number != seen:
-                seen, frame = number, self._fitted(image)
+                seen, frame = number, self._frame_of(image, frame)
             try:
                 self._session.push_frame(frame)
             except PatchparError:  # the stream is over
                 return
             due = max(due + self._period, time.monotonic() - self._period)  # what was missed is not made up
             time.sleep(max(0.0, due - time.monotonic()))
+
+    def _frame_of(self, image: Any, before: Tensor) -> Tensor:
+        """The frame of an image; that `before`, and a note, where there is none."""
+        try:
+            return self._fitted(image)
+        except PatchparError as error:
+            self._camera.fail(error)
+            return before

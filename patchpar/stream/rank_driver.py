@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Literal, TypeVar, get_args
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, WorkerDied, WorkerHung
 from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole
 
 Output = Literal["block", "drop_oldest", "skip_to_live"]
+LOST = (WorkerDied, WorkerHung)
+"""Errors after which a stream goes on with other workers. What a worker raises it would raise again."""
 RENEWED = 60.0
 """Seconds after which a restart is forgotten: what happens once an hour should not end a stream."""
 T = TypeVar("T")

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.plan.json_files import object_of
 from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
@@ -48,7 +49,7 @@ class StreamRecording:
     @classmethod
     def read(cls, path: str | Path) -> "StreamRecording":
         """Read a journal; an incomplete last line is left out. Raises PlanError."""
-        path = Path(path)
+        path = path_of(path)
         head, *lines = _lines(path)
         origin = _origin(path, head)
         blocks = tuple(_block(path, number, line) for number, line in enumerate(lines, 2))

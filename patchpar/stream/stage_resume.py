@@ -16,7 +16,7 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
-from patchpar.launch import messages
+from patchpar.stream.events import pack, unpack
 from patchpar.stream.stage_link import BlockEnvelope, receive_in_host, send_in_host
 
 KIND = "resume"
@@ -73,17 +73,15 @@ class StageNeeds:
 
     def give(self, peer: int, conditions: Any) -> None:
         """Send conditions to rank `peer`, which has lost them; None if they come with the next block."""
-        data = b"" if conditions is None else messages.pack(messages.encode(conditions.on_host()))
-        self._send(peer, torch.tensor([len(data)]))
-        if data:
-            self._send(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        packed = torch.empty(0) if conditions is None else pack(conditions.on_host())
+        self._send(peer, torch.tensor([packed.numel()]))
+        if packed.numel():
+            self._send(peer, packed)
 
     def conditions_of(self, peer: int) -> Any:
         """Receive the conditions that `peer` gives. Raises ExchangeError."""
         (size,) = self._receive(peer, SIZE).tolist()
-        if not size:
-            return None
-        return messages.unpack(self._receive(peer, TensorSpec((size,), torch.uint8)).numpy().tobytes())
+        return unpack(self._receive(peer, TensorSpec((size,), torch.uint8))) if size else None
 
     def _send(self, peer: int, x: torch.Tensor) -> None:
         send_in_host(self._comm, KIND, [peer], x).wait()

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
-from patchpar.models.image_file import check_pixels
-from patchpar.stream.media_file import open_media, upright
+from patchpar.stream.media_file import as_shown, open_media, rate_of, timed_frames
 from patchpar.stream.reference_image import load_reference_image
 
 Video = str | Path | IO[bytes] | Iterable[Any]
@@ -178,15 +177,19 @@ def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
         with open_media(file) as container:
             if not container.streams.video:
                 raise PlanError(f"{name}: {container.format.name} has no video track")
-            first: float | None = None
-            for frame in container.decode(video=0):
-                check_pixels(frame.width, frame.height, f"a frame of {name}")
-                first = float(frame.time or 0) if first is None else first
-                while before is not None and due / fps < float(frame.time or 0) - first - 1e-6:
+            for seconds, image in _images_of(container, fps, name):
+                while before is not None and due / fps < seconds - 1e-6:
                     yield before
                     due += 1
-                before = upright(frame)
+                before = image
     except av.FFmpegError as error:
         raise PlanError(f"{name} cannot be read: {error.strerror}") from error
-    if before is not None:
-        yield before
+
+
+def _images_of(container: Any, fps: float, name: str) -> Iterator[tuple[float, Any]]:
+    """The images of a container, each with the seconds since the first; at last None, where the last one ends."""
+    track, end = container.streams.video[0], 0.0
+    for seconds, frame in timed_frames(container, fps):
+        yield seconds, as_shown(frame, track, f"a frame of {name}")
+        end = seconds + (float(frame.duration * frame.time_base) if frame.duration else 1 / (rate_of(track) or fps))
+    yield end, None

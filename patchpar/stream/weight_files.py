@@ -23,7 +23,7 @@ def read_entries(file: Path) -> dict[str, Any]:
     """
     shards = sorted(file.glob("*.safetensors")) if file.is_dir() else []
     if shards:
-        return {name: x for shard in shards for name, x in read_entries(shard).items()}
+        return _joined(file, {shard.name: read_entries(shard) for shard in shards})
     if not file.is_file():
         raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(SUFFIXES)}")
     try:
@@ -41,6 +41,19 @@ def read_entries(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise PlanError(f"{file} holds a {type(found).__name__}, but a checkpoint is a dictionary of weights by name")
     return found
+
+
+def _joined(folder: Path, by_file: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The entries of all files. Raises PlanError if two of them have weights of one name."""
+    entries: dict[str, Any] = {}
+    for file, found in by_file.items():
+        if twice := entries.keys() & found.keys():
+            raise PlanError(
+                f"{folder / file} has weights that another file there has too: {first_names(twice)}. Give the file "
+                "that is meant"
+            )
+        entries |= found
+    return entries
 
 
 def entry_of(entries: Mapping[str, Any], names: Collection[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -54,8 +55,9 @@ def grey(level: int) -> Tensor:
     return torch.full((8, 64, 96, 3), level, dtype=torch.uint8)
 
 
-def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
-    """It begins in the middle, with the time that the video has there."""
+@contextmanager
+def shown() -> Iterator[VideoScreen]:
+    """A video that goes on until the end of the block, and has done so for 4 s."""
     screen, stop = VideoScreen(HOME, 0, 20, RATE), threading.Event()
     screen.open()
     screen.page.status = "0:03.0, 20.0 frames/s"
@@ -74,16 +76,41 @@ def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
+        yield screen
+    finally:
+        stop.set()
+        thread.join()
+        screen.close()
+
+
+def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
+    """It begins in the middle, with the time that the video has there."""
+    with shown() as screen:
         page.goto(screen.page.url)
         page.wait_for_function(PLAYS)
         assert page.evaluate("document.querySelector('video').buffered.start(0)") >= 3.5
         page.wait_for_function(f"Math.abs(({LEVEL})('video') - 120) < 12")
         page.wait_for_function("document.getElementById('status').textContent === '0:03.0, 20.0 frames/s'")
-    finally:
-        stop.set()
-        thread.join()
-        screen.close()
     page.wait_for_function("document.getElementById('status').textContent === 'the stream has ended'")
+
+
+def test_a_connection_that_is_lost_is_made_again(page: Any) -> None:
+    """As of a laptop that has slept: the stream has not ended. Nor has it where its status is not answered once."""
+    page.add_init_script(
+        "window.sockets = [];"
+        "window.WebSocket = class extends WebSocket { constructor(...each) { super(...each); sockets.push(this); } };"
+    )
+    page.route("**/status", lambda route: route.abort(), times=1)
+    with shown() as screen:
+        page.goto(screen.page.url)
+        page.wait_for_function(PLAYS)
+        page.evaluate("document.querySelector('video').muted = false")
+        page.evaluate("sockets[0].close()")
+        page.wait_for_function(f"sockets.length === 2 && {PLAYS}")
+        assert page.evaluate("document.querySelector('video').muted") is False
+        page.wait_for_function("document.getElementById('status').textContent === '0:03.0, 20.0 frames/s'")
+    page.wait_for_function("document.getElementById('status').textContent === 'the stream has ended'")
+    assert page.evaluate("sockets.length") == 2
 
 
 def test_an_image_is_shown_though_none_follows(page: Any) -> None:

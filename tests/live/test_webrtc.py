@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -202,6 +203,47 @@ def test_offers_that_come_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -
     with closing(peers):
         limit = "1 browsers watch by WebRTC, and that is the limit: watch at ?mse"
         assert asyncio.run(two()) == ["that offer takes no video", limit]
+
+
+class Answered:
+    """Stands for a browser that has got an answer, and for one that has connected too."""
+
+    localDescription = SimpleNamespace(type="answer", sdp="")
+
+    def __init__(self) -> None:
+        self.connectionState, self.is_closed = "connecting", False
+        self.getTransceivers = lambda: [SimpleNamespace(kind="video")]
+        self.on = lambda event, function=None: lambda function: function
+        self.addTrack = self.on
+        self.setRemoteDescription = self.setLocalDescription = self.createAnswer = self._nothing
+
+    async def _nothing(self, *_: Any) -> None: ...
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_browser_that_does_not_connect_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a page that is reloaded at once. One that has connected stays."""
+    browsers = [Answered() for _ in range(3)]
+    waiting = iter(browsers)
+    offer = b'{"type": "offer", "sdp": "v=0"}'
+
+    async def three() -> list[bool]:
+        for _ in range(2):
+            await peers.answer(offer)
+        browsers[1].connectionState = "connected"
+        while peers.watchers > 1:
+            await asyncio.sleep(0.01)
+        await peers.answer(offer)
+        return [browser.is_closed for browser in browsers]
+
+    monkeypatch.setattr(webrtc, "RTCPeerConnection", lambda _: next(waiting))
+    monkeypatch.setattr(webrtc, "JOIN_SECONDS", 0.05)
+    monkeypatch.setattr(webrtc, "MAX_PEERS", 2)
+    peers = webrtc.RtcPeers(FPS, None, PageInputs())
+    with closing(peers):
+        assert asyncio.run(asyncio.wait_for(three(), 20)) == [True, False, False]
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

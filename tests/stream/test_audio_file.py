@@ -91,6 +91,30 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
         read_audio(path, 16000)
 
 
+@pytest.mark.parametrize(("rate", "layout"), [(22050, "mono"), (44100, "stereo")])
+def test_files_put_one_behind_another(rate: int, layout: str, tmp_path: Path) -> None:
+    """Of another rate, or with more channels, as ADTS and MP3 allow it: heard as one."""
+    parts = [adts(tmp_path / "1.aac", 44100, "mono", 220.0), adts(tmp_path / "2.aac", rate, layout, 440.0)]
+    path = tmp_path / "a.aac"
+    path.write_bytes(b"".join(part.read_bytes() for part in parts))
+    samples = read_audio(path, 16000).samples.numpy()
+    assert len(samples) == pytest.approx(32000, abs=2200)  # encoders round up
+    for first, hertz in ((2000, 220), (18000, 440)):
+        crossings = np.abs(np.diff(np.sign(samples[first : first + 8000]))).sum() / 2
+        assert crossings == pytest.approx(hertz, abs=5)  # twice per period, in half a second
+
+
+def adts(path: Path, rate: int, layout: str, hertz: float) -> Path:
+    with av.open(str(path), "w", format="adts") as container:
+        stream = container.add_stream("aac", rate=rate, layout=layout)
+        samples = np.stack([tone(rate, 1.0, hertz)] * (1 + (layout == "stereo"))).astype(np.float32)
+        frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+        frame.sample_rate = rate
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
 def test_a_playlist_is_no_file_of_audio(tmp_path: Path) -> None:
     """FFmpeg would open the files that it names. The control: it does, where nobody forbids it."""
     with av.open(str(tmp_path / "secret.ts"), "w") as container:

@@ -105,6 +105,14 @@ def test_weights_that_do_not_fit_are_refused_by_name(causal_folder: Path, what: 
         load_wan(causal_folder, RequiredWeights(text=False, vae=False), {})
 
 
+def test_weights_of_another_shape_are_refused(plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "other")
+    file = tmp_path / "other" / HIGH_NOISE / WEIGHTS
+    save_file(load_file(file) | {"patch_embedding.bias": torch.zeros(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"transformer cannot be loaded by diffusers: .*patch_embedding\.bias"):
+        load_wan(tmp_path / "other", RequiredWeights(text=False, vae=False), {})
+
+
 # --- two transformers -------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -18,11 +20,12 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.checkpoint import load_transformer
-from patchpar.stream.causal.pipeline import StreamingPipeline, with_default_dtype
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.fifo.pipeline import FifoStreamingPipeline
 from patchpar.stream.model_index import HIGH_NOISE
+from patchpar.stream.worker_group import with_default_dtype
 from tests.stream.tiny import write_folder
 from tests.tensors import noise
 
@@ -47,6 +50,7 @@ ORIGINAL = (  # (diffusers, Wan's own code), in the order in which they are repl
     ("norm3", "norm2"),
     ("norm?", "norm3"),
 )
+QUANTISED = "blocks.0.ffn.2.bias"
 OFFLINE: dict[str, Any] = {"local_files_only": True}
 
 
@@ -112,9 +116,45 @@ def test_published_layouts(file: str, base: Path, weights: Weights, tmp_path: Pa
     )
 
 
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(
+    base: Path, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    save_file(original(weights), tmp_path / "a.safetensors")
+    monkeypatch.setattr(WanTransformer3DModel, "save_pretrained", full)
+    with pytest.raises(PlanError, match=r"model cannot be written: .*No space left on device"):
+        convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "model", base=base, family="causvid")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_configurations_of_the_base_are_copied(base: Path, weights: Weights, tmp_path: Path) -> None:
+    """Weights are linked: gigabytes. But an editor that writes into a file would change the base too."""
+    save_file(original(weights), tmp_path / "a.safetensors")
+    shutil.copytree(base, tmp_path / "base")
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "model", base=tmp_path / "base", family="causvid")
+    links = {
+        path.relative_to(tmp_path / "model").as_posix(): path.stat().st_nlink
+        for path in (tmp_path / "model").rglob("*")
+        if path.is_file() and path.parent.name != HIGH_NOISE
+    }
+    assert links["model_index.json"] == links["vae/config.json"] == 1
+    assert links[f"vae/{SAFETENSORS}"] == 2
+
+
+def test_weights_that_two_files_have_are_refused(base: Path, weights: Weights, tmp_path: Path) -> None:
+    """Such as averaged ones beside the others: which of them are meant nobody says."""
+    for name in ("averaged", "last"):
+        (tmp_path / "checkpoint").mkdir(exist_ok=True)
+        save_file(original(weights), tmp_path / "checkpoint" / f"{name}.safetensors")
+    with pytest.raises(PlanError, match=r"last\.safetensors has weights that another file there has too: blocks\.0"):
+        convert_checkpoint(tmp_path / "checkpoint", tmp_path / "model", base=base, family="causvid")
+
+
 @pytest.mark.parametrize("family", ["causvid", "wan"])
 def test_the_base_stays_as_it_is(family: str, base: Path, weights: Weights, tmp_path: Path) -> None:
-    """Its files are linked. One that is block-causal itself does not say how the other is streamed."""
+    """Its weights are linked. One that is block-causal itself does not say how the other is streamed."""
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base" / "stream.json").write_text("{}")
     save_file(original(weights), tmp_path / "a.safetensors")
@@ -191,6 +231,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(base: Path, weights: Weight
         ({**own, "audio_injector.0.weight": torch.ones(1)}, r"unexpected: audio_injector\.0\.weight"),
         ({name: x for name, x in own.items() if name != "patch_embedding.bias"}, "missing: patch_embedding.bias"),
         ({**own, "patch_embedding.bias": torch.ones(2)}, "of another shape: patch_embedding.bias"),
+        ({**own, QUANTISED: own[QUANTISED].to(torch.int8)}, "of whole numbers are quantised: blocks.0.ffn.net.2.bias"),
     ):
         save_file(change, tmp_path / "a.safetensors")
         with pytest.raises(UnsupportedModel, match=message):
@@ -243,6 +284,32 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
     bare = cached(tmp_path / "bare", tmp_path / "other")
     with pytest.raises(PlanError, match=r"org/wan has no model_index.json.*use `patchpar convert`"):
         StreamingPipeline.from_pretrained("org/wan", devices="cpu", **bare)
+
+
+def test_of_the_base_no_transformer_is_fetched(
+    base: Path, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has tens of gigabytes, and is replaced: of a folder that is here it need not be there either."""
+
+    def without(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        ignored = [str(path) for pattern in ignore_patterns for path in base.glob(pattern)]
+        wanted = {str(path) for pattern in allow_patterns for path in base.glob(pattern)}
+        assert {str(base / HIGH_NOISE / SAFETENSORS)} == wanted & {*ignored}
+        shutil.copytree(base, tmp_path / "base", ignore=lambda folder, names: [*filter(_is(folder, ignored), names)])
+        return str(tmp_path / "base")
+
+    save_file(original(weights), tmp_path / "a.safetensors")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", without)
+    for number, name in enumerate(("org/wan", tmp_path / "base")):
+        target = tmp_path / f"model-{number}"
+        convert_checkpoint(tmp_path / "a.safetensors", target, base=name, family="causvid")
+        assert load_file(target / HIGH_NOISE / SAFETENSORS).keys() == weights.keys()
+    with pytest.raises(PlanError, match=r"transformer has a config\.json but no safetensors weights"):
+        StreamingPipeline.from_pretrained(tmp_path / "base", devices="cpu")
+
+
+def _is(folder: str, paths: list[str]) -> Callable[[str], bool]:
+    return lambda name: str(Path(folder) / name) in paths
 
 
 def test_accelerators_load_bfloat16_unless_told_otherwise() -> None:

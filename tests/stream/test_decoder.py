@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.errors import UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
 from tests.stream.tiny import vae
 from tests.tensors import noise
@@ -51,3 +52,12 @@ def test_pixels() -> None:
     assert (pixels.shape, pixels.dtype) == ((4, 2, 1, 3), torch.uint8)
     assert pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 255]
     assert torch.equal(as_pixels(from_pixels(pixels[2]))[0], pixels[2])
+    assert as_pixels(torch.empty(0, 3, 1, 1)).shape == (0, 1, 1, 3)
+
+
+def test_what_is_no_number_is_no_black_image() -> None:
+    """Of damaged weights, or in a dtype that is too narrow."""
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.float16)
+    images[1, 2, 3, 0] = float("nan")
+    with pytest.raises(UnsupportedModel, match=r"no numbers: the weights are damaged, or their dtype is too narrow"):
+        as_pixels(images)

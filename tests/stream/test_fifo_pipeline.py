@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import LaunchError, PlanError, UnsupportedModel
+from patchpar.launch.devices import Devices
+from patchpar.stream.causal import pipeline as causal_pipeline
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.fifo import pipeline as fifo_pipeline
 from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
 from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT
 
@@ -62,6 +66,26 @@ def test_ranks_show_the_frames_of_one_process(alone: FifoStreamingPipeline, spre
         found = frames(alone, seconds=0.15, **other)
         assert len(found) == 2
         assert not any(same(found, wanted[:2]))
+
+
+@pytest.mark.parametrize("kind", [FifoStreamingPipeline, StreamingPipeline])
+def test_accelerators_load_bfloat16(kind: Any, face_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 billion weights take 56 GB in float32."""
+    asked = []
+
+    def start(loading: ModelLoading, plan: StreamPlan, devices: Any) -> None:
+        asked.append(loading.options.get("torch_dtype"))
+        raise LaunchError("there is none")
+
+    monkeypatch.setattr(ModelLoading, "start", start)
+    for module in (fifo_pipeline, causal_pipeline):
+        monkeypatch.setattr(module, "resolve_devices", lambda names: Devices(names=tuple(names), note=""))
+    for devices in (["cuda:0"], ["cpu"]):
+        with pytest.raises(LaunchError):
+            kind.from_pretrained(face_folder, devices=devices)
+    with pytest.raises(LaunchError):
+        kind.from_pretrained(face_folder, devices=["cuda:0"], torch_dtype="float32")
+    assert asked == ["bfloat16", None, "float32"]
 
 
 def test_it_can_be_cancelled_and_begun_again(spread: FifoStreamingPipeline) -> None:

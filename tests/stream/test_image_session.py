@@ -109,6 +109,16 @@ def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (stream.in_flight, len(ranks.orders) <= 3) == (3, True)
 
 
+def test_a_stream_of_many_that_is_stopped_gives_those_that_have_begun() -> None:
+    with session(Ranks()) as stream:
+        results = stream.map({"image": n} for n in range(20))
+        first = next(results)
+        end = stream.stop()
+        found = [first.number, *(result.number for result in results)]
+        assert found == list(range(len(found)))
+        assert end <= len(found) < 20
+
+
 def test_only_the_latest_frame_waits() -> None:
     ranks = Ranks()
     ranks.go.clear()

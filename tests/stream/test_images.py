@@ -16,7 +16,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 
-from patchpar.errors import WorkerDied
+from patchpar.errors import WorkerDied, WorkerError
 from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.images.runner import ImageRunner
@@ -90,6 +90,24 @@ def test_without_any_rank_the_stream_fails() -> None:
         streamed(ranks)
     with pytest.raises(WorkerDied, match="was killed"):
         streamed(Dying({(0, 1)}), restarts=0)
+
+
+def test_what_a_pipeline_raises_ends_the_stream_at_once() -> None:
+    """No other rank is to raise it too, and none is taken for a broken one."""
+    ranks = Dying(set())
+
+    def raises(rank: int, on_event: Any, on_start: Any) -> list[Any]:
+        ranks.begun[rank] += 1
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda _, word: heard.put(word))
+        if isinstance(heard.get(timeout=10), ImageRequest):
+            raise WorkerError(f"rank {rank} raised RuntimeError: sizes differ", rank=rank)
+        return []
+
+    ranks.run = raises  # type: ignore[method-assign]
+    with pytest.raises(WorkerError, match="raised RuntimeError: sizes differ"):
+        streamed(ranks, images=1)
+    assert ranks.begun == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_slow_rank_gets_fewer_images() -> None:

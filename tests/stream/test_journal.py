@@ -97,6 +97,14 @@ def test_a_broken_end_is_left_out(one: StreamingPipeline, taken_down: Any, tmp_p
     assert differing(one, tmp_path / "a.jsonl") == []
 
 
+def test_a_path_in_the_home_folder(one: StreamingPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with one.stream("a fox", seconds=0.1, delivery=StreamDelivery(record="~/a.jsonl")) as stream:
+        assert len(list(stream)) == 1
+    assert (tmp_path / "a.jsonl").is_file()
+    assert len(StreamRecording.read("~/a.jsonl").blocks) == 1
+
+
 def test_a_stream_without_audio(tmp_path: Path, one: StreamingPipeline) -> None:
     path = tmp_path / "a.jsonl"
     with StreamingPipeline.from_pretrained(write_folder(tmp_path / "m", hears=False), devices="cpu") as pipe:

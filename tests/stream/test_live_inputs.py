@@ -271,6 +271,18 @@ def test_a_camera_that_goes_away_does_not_end_the_stream() -> None:
     assert firsts[-1] == [200, 0, 0]
 
 
+def test_an_image_that_does_not_fit_does_not_end_the_stream() -> None:
+    """Such as an array of another size: the frame before stays, and a note says so."""
+    ranks, found = Ranks(), Camera(Source([np.zeros((5, 5, 3), np.uint8)], name="the camera"))
+    with live_video(ranks, blocks=3).begin() as stream:
+        found.start()
+        until(lambda: found.newest[0] == 1)
+        LiveFrames(found, stream, FORMAT.fps, FORMAT.height, FORMAT.width).start()
+        assert len(list(stream)) == 3
+    assert levels(ranks)[0] == [128] * 3
+    assert found.note.startswith("a reference of shape (5, 5, 3) in torch.uint8 does not fit: give a file")
+
+
 def test_an_image_model_takes_the_newest_image() -> None:
     """One after another as they come; the last one again where none comes; an error where there never was one."""
     over, go = threading.Event(), threading.Event()

@@ -103,6 +103,16 @@ def test_raw_samples_do_not_depend_on_the_pieces(size: int) -> None:
     assert np.array_equal(found.numpy()[0] * 32768, numbers)
 
 
+def test_what_follows_the_samples_of_a_wav_is_no_audio() -> None:
+    """Such as a title at the end of a file that is sent whole. Who does not know the size says so in many ways."""
+    samples, title = np.full(1000, 16384, "<i2").tobytes(), b"LIST" + struct.pack("<I", 4) + b"name"
+    for size, count in ((2000, 1000), (0, 1006), (0x7FFFFFFF - 36, 1006), (0x80000000, 1006), (0xFFFFFFFF, 1006)):
+        data = wav(samples + title).replace(b"data\xff\xff\xff\xff", b"data" + struct.pack("<I", size))
+        found, _ = samples_of(Trickle(data, 300))
+        assert found.shape == (1, count), size
+        assert bool((found[0, :1000] == 0.5).all())
+
+
 def test_audio_is_there_before_the_writer_has_ended() -> None:
     read, write = os.pipe()
     with os.fdopen(read, "rb", 0) as file, os.fdopen(write, "wb", 0) as writer:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.errors import LaunchError, PlanError, WorkerDied
+from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerOutOfMemory
 from patchpar.stream import driver as stream_driver
 from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
@@ -401,6 +401,35 @@ def test_the_last_death_is_told_to_the_watcher() -> None:
                 next(stream)
         assert stream.status == "failed"
         assert len(ranks.runs) == restarts + 1
+
+
+def test_what_a_worker_raises_ends_the_stream_at_once() -> None:
+    """A new worker would raise it again: the error is told, and no device is taken for a broken one."""
+    for raised in (WorkerError("rank 1 raised RuntimeError: sizes differ"), WorkerOutOfMemory("rank 1 raised ...")):
+        ranks = Ranks()
+        run = ranks.run
+
+        def fails(course: StreamRun, run: Any = run, raised: Exception = raised, **talk: Any) -> list[Any]:
+            run(replace(course), **talk)
+            raise raised
+
+        ranks.run = fails  # type: ignore[method-assign]
+        with session(ranks, blocks=2, restarts=3).begin() as stream:
+            assert [next(stream).block for _ in range(2)] == [0, 1]
+            with pytest.raises(type(raised), match="rank 1 raised"):
+                next(stream)
+        assert stream.status == "failed"
+        assert len(ranks.runs) == 1
+
+
+def test_a_timer_ends_with_its_stream() -> None:
+    """Of a stream of a frame in an hour, the wait for its audio."""
+    track = AudioTrack(replace(AUDIO, fps=1 / 3600), FRAMES, KeepAlive())
+    with session(Ranks(), blocks=3, track=track).begin() as stream:
+        while (timer := stream._driver._timer) is None:
+            pass
+    timer.join(10)
+    assert not timer.is_alive()
 
 
 def test_restarts_are_counted_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from diffusers import WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import LaunchError, PlanError
 from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
@@ -129,6 +130,24 @@ def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path
     assert after[-1].epoch == 1
     assert stream.status == "finished"
     assert [len(chunk.frames) for chunk in after] == [4] * 7
+
+
+@pytest.mark.parametrize("devices", ["ray:1", "ray:3"])
+def test_ranks_of_a_stream_are_on_this_machine(devices: str, face_folder: Path) -> None:
+    with pytest.raises(LaunchError, match=f"devices='{devices}': this needs devices of this machine"):
+        StreamingPipeline.from_pretrained(face_folder, devices=devices)
+
+
+def test_a_size_of_no_whole_latents_is_refused(tmp_path: Path) -> None:
+    """It would be made smaller by the autoencoder, and no reference would fit."""
+    folder = write_folder(tmp_path, hears=False)
+    config = replace(StreamConfig.load(folder), height=2 * ROWS + 1)
+    message = f"height={2 * ROWS + 1} is no multiple of 2, the model's grid: use {2 * ROWS} or"
+    with (
+        StreamingPipeline.from_pretrained(folder, devices="cpu", config=config) as pipe,
+        pytest.raises(PlanError, match=message),
+    ):
+        pipe.stream(seconds=0.3)
 
 
 def test_a_stream_can_be_streamed_without_audio(tmp_path: Path) -> None:

@@ -149,9 +149,9 @@ def test_a_level_scales_the_steps() -> None:
             schedule.begun_at(wrong)
 
 
-def write_video(path: Path, fps: int, count: int) -> Path:
+def write_video(path: Path, fps: int, count: int, **form: str) -> Path:
     """Frame n has brightness 10 n."""
-    with av.open(str(path), "w") as container:
+    with av.open(str(path), "w", **form) as container:
         track: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "1"})
         track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
         for number in range(count):
@@ -164,7 +164,7 @@ def write_video(path: Path, fps: int, count: int) -> Path:
 def test_a_file_at_the_rate_of_the_model(tmp_path: Path) -> None:
     path = write_video(tmp_path / "a.mp4", fps=10, count=8)
     for fps, expected in ((10, list(range(8))), (20, [n // 2 for n in range(15)]), (5, [0, 2, 4, 6, 7])):
-        found = [round(float(frame.float().mean()) / 10) for frame in frames_from(path, fps, HEIGHT, WIDTH)]
+        found = shades(path, fps)
         assert found[: len(expected)] == expected[: len(found)], fps
         assert abs(len(found) - len(expected)) <= 1
     (tmp_path / "b.mp4").write_bytes(b"no video")
@@ -177,6 +177,45 @@ def test_a_file_at_the_rate_of_the_model(tmp_path: Path) -> None:
             list(frames_from(video, 20, HEIGHT, WIDTH))  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="it has no frames"):
         VideoSource(iter([]), frames_of)
+
+
+def shades(video: Any, fps: float) -> list[int]:
+    return [round(float(frame.float().mean()) / 10) for frame in frames_from(video, fps, HEIGHT, WIDTH)]
+
+
+def test_a_file_without_times_is_shown_at_its_rate(tmp_path: Path) -> None:
+    """Raw H.264: none of its frames says when it is shown."""
+    path = write_video(tmp_path / "a.h264", fps=10, count=8, format="h264")
+    with av.open(str(path)) as container:
+        assert {frame.time for frame in container.decode(video=0)} == {None}
+    assert shades(path, 10) == list(range(8))
+    assert shades(path, 5) == [0, 2, 4, 6]
+    assert ImageFrames.of(path, None).fps == 10
+
+
+def test_the_last_frame_of_a_file_is_shown_as_long_as_it_says(tmp_path: Path) -> None:
+    """Not for the time of one frame of the stream only."""
+    path = write_video(tmp_path / "a.mp4", fps=2, count=3)
+    assert shades(path, 10) == [0] * 5 + [1] * 5 + [2] * 5
+    assert shades(path, 1) == [0, 2]
+
+
+def test_pixels_of_a_file_are_square(tmp_path: Path) -> None:
+    """A disc in a file of pixels that are twice as wide as high is shown as wide as high."""
+    values = np.zeros((48, 64, 3), np.uint8)
+    rows, columns = np.mgrid[:48, :64]
+    values[(rows - 24) ** 2 + (2 * (columns - 32)) ** 2 < 16**2] = 255
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        track: Any = container.add_stream("libx264", rate=Fraction(4), options={"crf": "1"})
+        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        track.codec_context.sample_aspect_ratio = Fraction(2)
+        container.mux(track.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(track.encode())
+    whole = np.asarray(next(iter(ImageFrames.of(tmp_path / "a.mp4", None))))
+    assert whole.shape == (48, 128, 3)
+    for frame in (whole, np.asarray(next(frames_from(tmp_path / "a.mp4", 4, 48, 48)))):
+        disc = frame.mean(2) > 128
+        assert disc.any(0).sum() == pytest.approx(disc.any(1).sum(), abs=2)
 
 
 def test_frames_of_a_file_are_upright(tmp_path: Path) -> None:

@@ -105,6 +105,20 @@ def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCa
     assert "device b has failed; the stream continues with 2 steps on 2 ranks" in caplog.text
 
 
+def test_what_a_rank_raises_is_no_fault_of_its_device() -> None:
+    """However often: a stream that is wrong is wrong on any device."""
+
+    def raises(on_event: Any, on_start: Any) -> list[Any]:
+        raise WorkerError("rank 1 raised RuntimeError: sizes differ", rank=1)
+
+    one, asked = group(Ranks(raises, raises, raises, works))
+    for _ in range(3):
+        with pytest.raises(WorkerError):
+            run(one)
+    assert run(one) == ["done"]
+    assert asked.plans == []
+
+
 def test_a_device_to_spare_takes_the_place_of_a_dead_one() -> None:
     one, asked = group(Ranks(cannot_start_the_first), Ranks(works), devices="abcd")
     assert run(one) == ["done"]

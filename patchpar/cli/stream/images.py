@@ -56,13 +56,13 @@ class ImageFrames:
     def _from_video(self) -> Iterator[Image]:
         import av
 
-        from patchpar.stream.media_file import open_media, upright
+        from patchpar.stream.media_file import as_shown, open_media
 
         try:
             with open_media(self.source) as container:
-                for frame in container.decode(video=0):
-                    check_pixels(frame.width, frame.height, f"a frame of --input {self.source}")
-                    yield upright(frame)
+                track = container.streams.video[0]
+                for frame in container.decode(track):
+                    yield as_shown(frame, track, f"a frame of --input {self.source}")
         except av.FFmpegError as error:
             raise PlanError(f"--input {self.source} is broken: {error.strerror}") from error
 
@@ -142,7 +142,7 @@ def _images_in(folder: Path) -> list[Path]:
 def _rate_of(video: Path) -> float:
     import av
 
-    from patchpar.stream.media_file import open_media
+    from patchpar.stream.media_file import open_media, rate_of
 
     try:
         with open_media(video) as container:
@@ -150,7 +150,7 @@ def _rate_of(video: Path) -> float:
                 raise PlanError(f"--input {video} has no video track: {container.format.name}")
             stream = container.streams.video[0]
             check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {video}")
-            return float(stream.average_rate or FPS)
+            return rate_of(stream) or FPS
     except av.FFmpegError as error:
         why = f"{error.strerror}; use .mp4, for example"
         raise PlanError(f"--input {video} cannot be read as a video: {why}") from error

@@ -109,7 +109,12 @@ class SpeechParts(nn.Module):
             parts.load_state_dict(load_file(folder / WEIGHTS), assign=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise PlanError(f"{folder / CONFIG} and {WEIGHTS} are not those of one model: {error}") from error
-        for weight in parts.parameters():
-            if weight.data_ptr() % ALIGNMENT:  # kernels may round otherwise at odd bytes of a mapped file
-                weight.data = weight.data.clone()
+        align_weights(parts)
         return parts.eval().requires_grad_(False)
+
+
+def align_weights(module: nn.Module) -> None:
+    """Copy weights that begin at an odd byte of a mapped file, where kernels may round otherwise."""
+    for weight in module.parameters():
+        if weight.data_ptr() % ALIGNMENT:
+            weight.data = weight.data.clone()

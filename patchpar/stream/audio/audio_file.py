@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ MISSING = 0.25
 """Seconds that the audio may be shorter than the file declares: encoders round up."""
 GAP = 0.05
 """Seconds between two decoded frames above which samples are missing; less is rounding."""
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,27 +61,32 @@ def read_audio(path: Path, rate: int, *, most: float = math.inf) -> AudioFile:
 def _decoded(container: Any, rate: int, name: str, most: float) -> Tensor:
     import av
 
-    length = 0
-
     container.streams.audio[0].codec_context.options = {"err_detect": "crccheck+explode"}
-    resampler = av.AudioResampler(format="fltp", rate=rate)
     pieces: list[Any] = []
     due: float | None = None  # when the next samples should begin
+    seconds = 0.0
     try:
-        for frame in container.decode(audio=0):
-            if due is not None and (frame.time is None or abs(frame.time - due) > GAP):  # None: the decoder lost it
-                raise PlanError(f"{name} is broken after {due:.1f} s: samples are missing. Repair it, or cut it there")
-            due = None if frame.time is None else frame.time + frame.samples / frame.sample_rate
-            pieces += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
-            length += frame.samples
-            if length > most * frame.sample_rate:
-                raise PlanError(f"{name} is longer than {most:g} s: cut it there")
-        pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
+        for _, frames in groupby(container.decode(audio=0), _form_of):
+            resampler = av.AudioResampler(format="fltp", rate=rate)  # which takes frames of one form only
+            for frame in frames:
+                if due is not None and (frame.time is None or abs(frame.time - due) > GAP):  # None: the decoder lost it
+                    where = f"after {due:.1f} s: samples are missing"
+                    raise PlanError(f"{name} is broken {where}. Repair it, or cut it there")
+                due = None if frame.time is None else frame.time + frame.samples / frame.sample_rate
+                pieces += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
+                seconds += frame.samples / frame.sample_rate
+                if seconds > most + ROUNDING:
+                    raise PlanError(f"{name} is longer than {most:g} s: cut it there")
+            pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
     except av.FFmpegError as error:
-        seconds = sum(map(len, pieces)) / rate
-        where = f"after {seconds:.1f} s: {error.strerror}"
+        where = f"after {sum(map(len, pieces)) / rate:.1f} s: {error.strerror}"
         raise PlanError(f"{name} is broken {where}. Repair it, or cut it there") from error
     return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.zeros(0)
+
+
+def _form_of(frame: Any) -> tuple[str, str, int]:
+    """What can change within a file, as where several were put one behind another."""
+    return frame.format.name, frame.layout.name, frame.sample_rate
 
 
 def _declared(container: Any) -> float:

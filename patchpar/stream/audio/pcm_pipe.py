@@ -1,5 +1,6 @@
 """`PcmPipe`: live audio from a pipe, as WAV (RIFF; Microsoft's multimedia specification of 1991) or as raw samples."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal, get_args
@@ -29,6 +30,8 @@ FIELDS = ((0, 2), (2, 2), (4, 4), (14, 2))
 PIECE_SECONDS = 0.1
 """At most so much is read at once; less if less has come."""
 MAX_CHANNELS, RATES = 8, (1000, 384_000)
+UNKNOWN = 0x7FFF0000
+"""Bytes of samples from which on a size is that of a writer that does not know it, as arecord, sox and ffmpeg have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +80,8 @@ class PcmPipe:
 
     ends = True
 
-    def __init__(self, file: IO[bytes], name: str, form: PcmFormat, begun: bytes = b"") -> None:
-        self._file, self.name, self.format, self._begun = file, name, form, begun
+    def __init__(self, file: IO[bytes], name: str, form: PcmFormat, begun: bytes = b"", size: float = math.inf) -> None:
+        self._file, self.name, self.format, self._begun, self._size = file, name, form, begun, size
 
     @classmethod
     def open(cls, file: IO[bytes], name: str, raw: PcmFormat) -> "PcmPipe":
@@ -94,23 +97,27 @@ class PcmPipe:
                 f"{name} is {OTHERS[begun]}: it has to be WAV or raw samples, such as by ffmpeg -i FILE -f wav -"
             )
         if begun == b"RIFF":
-            return cls(file, name, _read_header(file, name))
+            form, size = _read_header(file, name)
+            return cls(file, name, form, size=size)
         return cls(file, name, raw, begun)
 
     def audio(self) -> Iterator[tuple[Tensor, int]]:
-        """See LiveAudioInput. Bytes at the end that are no whole sample are left out."""
-        form, rest = self.format, self._begun
+        """See LiveAudioInput. What is no whole sample at the end is left out, and what follows WAV's samples."""
+        form, rest, left = self.format, self._begun, self._size
         most = max(1, round(form.rate * PIECE_SECONDS)) * form.size
-        while data := _read_some(self._file, most):
-            rest += data
+        while data := _read_some(self._file, int(min(most, left))):
+            rest, left = rest + data, left - len(data)
             whole = len(rest) - len(rest) % form.size
             if whole:
                 yield form.samples(rest[:whole]), form.rate
             rest = rest[whole:]
 
 
-def _read_header(file: IO[bytes], name: str) -> PcmFormat:
-    """Read until the first sample. The sizes of RIFF and data are not used: a writer to a pipe does not know them."""
+def _read_header(file: IO[bytes], name: str) -> tuple[PcmFormat, float]:
+    """Read until the first sample; return also how many bytes of samples follow, without end where nobody knows.
+
+    A writer to a pipe does not, and says 0 or UNKNOWN and more.
+    """
     if _exactly(file, 8, name)[4:] != b"WAVE":
         raise PlanError(f"{name} is RIFF, but no WAV: send WAV or raw samples")
     form: PcmFormat | None = None
@@ -120,7 +127,7 @@ def _read_header(file: IO[bytes], name: str) -> PcmFormat:
         if kind == b"data":
             if form is None:
                 raise PlanError(f"{name} is WAV without a format: its chunk 'fmt ' is missing")
-            return form
+            return form, size if 0 < size < UNKNOWN else math.inf
         if size > 1 << 20:
             raise PlanError(f"{name} is broken WAV: the chunk {kind!r} has {size} bytes")
         body = _exactly(file, size + size % 2, name)
@@ -165,4 +172,4 @@ def _read(file: IO[bytes], count: int) -> bytes:
 def _read_some(file: IO[bytes], most: int) -> bytes:
     """Read what has come, at most so much; empty at the end. A buffered file would wait for all of it."""
     read = getattr(file, "read1", file.read)
-    return bytes(read(most) or b"")
+    return bytes(read(most) or b"") if most else b""

@@ -17,14 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.loading import dtype_of, load_pipeline, with_dtype
+from patchpar.models.loading import MALFORMED, dtype_of, load_pipeline, with_dtype
+from patchpar.models.speech.parts import align_weights
 from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
 from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 from patchpar.stream.weight_files import first_names
-
-ALIGNMENT = 64
-"""Bytes: torch's own allocations on CPUs begin at multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +67,23 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
         raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
     if (original := _original_weights(folder / part)) is not None:
         weights = _cast(as_diffusers(original), dtype_of(options) or torch.float32)
-        return _aligned(transformer_of(folder, part, weights))
-    loaded, info = WanTransformer3DModel.from_pretrained(
-        str(folder), subfolder=part, use_safetensors=True, output_loading_info=True, **options
-    )
+        loaded: Any = transformer_of(folder, part, weights)
+        align_weights(loaded)
+        return loaded.eval()
+    try:
+        loaded, info = WanTransformer3DModel.from_pretrained(
+            str(folder), subfolder=part, use_safetensors=True, output_loading_info=True, **options
+        )
+    except MALFORMED as error:  # also for weights of another shape
+        raise UnsupportedModel(f"{folder / part} cannot be loaded by diffusers: {error}") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
             raise UnsupportedModel(
                 f"{folder / part} does not match its config.json: {what.replace('_', ' ')} {first_names(info[what])}. "
                 "Give weights in the naming of diffusers' WanTransformer3DModel, or of Wan's own code"
             )
-    return _aligned(loaded)
+    align_weights(loaded)
+    return loaded.eval()
 
 
 def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> WanTransformer3DModel:
@@ -114,20 +118,14 @@ def check_weights(module: nn.Module, weights: Mapping[str, Tensor], described: s
                 f"these weights do not fit {described}: {what}: {first_names(names)}. Give the configuration of the "
                 "model that they were distilled from"
             )
+    if whole := [name for name, x in weights.items() if not x.is_floating_point()]:
+        raise UnsupportedModel(f"weights of whole numbers are quantised: {first_names(whole)}. Give them as floats")
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Cast weights of any shapes as diffusers' from_pretrained does, which keeps some modules in float32."""
     kept = set(WanTransformer3DModel._keep_in_fp32_modules or ())
     return {name: x.to(torch.float32 if kept.intersection(name.split(".")) else dtype) for name, x in weights.items()}
-
-
-def _aligned(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
-    """Copy weights that begin at an odd byte of a mapped file, where kernels may round otherwise."""
-    for weight in transformer.parameters():
-        if weight.data_ptr() % ALIGNMENT:
-            weight.data = weight.data.clone()
-    return transformer.eval()
 
 
 def _original_weights(folder: Path) -> dict[str, Tensor] | None:

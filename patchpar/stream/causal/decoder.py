@@ -8,6 +8,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchify
 from torch import Tensor
 
+from patchpar.errors import UnsupportedModel
 from patchpar.shard.host_memory import to_host
 
 
@@ -117,9 +118,18 @@ class WanEncoder:
 
 
 def as_pixels(images_FCHW: Tensor) -> Tensor:
-    """Convert images [F, 3, H, W] between -1 and 1 to [F, H, W, 3] in uint8 on the CPU."""
-    scaled = (images_FCHW.float() / 2 + 0.5) * 255
-    return to_host(scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
+    """Convert images [F, 3, H, W] between -1 and 1 to [F, H, W, 3] in uint8 on the CPU.
+
+    Raises UnsupportedModel for values that are no numbers, which would be black for the rest of a stream.
+    """
+    images = images_FCHW.float()
+    pixels = to_host(((images / 2 + 0.5) * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous())
+    if not images.sum().isfinite():  # asked for when the device has computed all
+        raise UnsupportedModel(
+            "the images of this block are no numbers: the weights are damaged, or their dtype is too narrow for this "
+            "model, as float16 may be: use torch_dtype='bfloat16' or 'float32'"
+        )
+    return pixels
 
 
 def from_pixels(image_HWC: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """`StreamingPipeline`: streams of a block-causal model, with its denoising steps on different ranks."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.models.files import shipped_name
+from patchpar.models.files import path_of, shipped_name
 from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.sources import Audio, audio_source, check_voices
 from patchpar.stream.causal.lora import LORA, LoraFile
@@ -28,10 +27,7 @@ from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo, Video, VideoSource, frames_from, pose_frames
-from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
-
-BF16 = "bfloat16"
-"""That of the released models; a transformer of 14 billion weights in float32 takes 56 GB on each rank."""
+from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype
 
 
 class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
@@ -126,7 +122,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
             updates = self._updates(prompt, reference, masks)
             record = delivery.record
-            journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
+            journal = None if record is None else StreamJournal(path_of(record), self._origin(run, form.fps))
             session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
             self._session = session.begin(*updates, journal=journal)
             return self._session
@@ -203,12 +199,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
-
-
-def with_default_dtype(options: Mapping[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Return options of from_pretrained with bfloat16 on accelerators, where they name no dtype."""
-    names_one = any(options.get(name) is not None for name in ("dtype", "torch_dtype"))
-    return dict(options) if names_one or not all(map(is_accelerator, devices)) else {**options, "torch_dtype": BF16}
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:

@@ -18,7 +18,7 @@ from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.model_index import LTX, read_index, transformer_class
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
-from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 WAN = "WanTransformer3DModel"
@@ -75,8 +75,8 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
 
         `devices`: see ParallelPipeline. `plan`: zones by rank, as steps of a StreamPlan; even by default.
-        `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
-        Raises PlanError, UnsupportedModel, LaunchError.
+        `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained; the
+        dtype is bfloat16 by default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
         path, options = local_folder(folder, options)
         _check_kind(str(folder), path)
@@ -88,6 +88,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
                 f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
             )
+        options = with_default_dtype(options, found.names)
         loading = ModelLoading(
             folder=str(path), config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
         )

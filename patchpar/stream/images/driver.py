@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from patchpar.errors import LaunchError, PlanError, WorkerError
+from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
-from patchpar.stream.rank_driver import Output, RankDriver, Restarts, check_output
+from patchpar.stream.rank_driver import LOST, Output, RankDriver, Restarts, check_output
 
 Intake = Literal["all", "latest"]
 PUSH_SECONDS = 60.0
@@ -149,8 +149,8 @@ class ImageDriver(RankDriver):
             return False
         self._left_over.extendleft(reversed(self._todo.pop(rank).values()))
         self._deaths[rank] += 1
-        is_given_up = self._deaths[rank] >= PATIENCE or not isinstance(error, WorkerError)
-        if isinstance(error, (WorkerError, LaunchError)) and is_given_up and self._todo:
+        is_given_up = self._deaths[rank] >= PATIENCE or not isinstance(error, LOST)
+        if isinstance(error, (*LOST, LaunchError)) and is_given_up and self._todo:
             log.warning(
                 "rank %d of this stream has failed; it continues with %d ranks: %s", rank, len(self._todo), error
             )

@@ -39,8 +39,8 @@ class ImageSession(BaseSession[ImageDriver, ImageResult, int]):
                     return
                 yield result
             with self._changed:
-                if self.is_over:
-                    break  # its error comes below
+                if not self._driver.takes_more:
+                    break  # it was stopped, or its error comes below
                 self.push(**arguments)
         self.stop()
         yield from self

@@ -6,7 +6,6 @@ answered with {"type": "error", "message"}.
 """
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
 from patchpar.errors import PlanError
+from patchpar.plan.json_files import object_of
 from patchpar.stream.audio.pcm_pipe import RATES, PcmFormat
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
@@ -202,7 +202,7 @@ class PageReceiver:
                 self._has_refused = False
             return
         self._has_refused = False
-        control = _control_of(message.get("text") or "")
+        control = object_of(message.get("text") or "", "the message")
         if control.get("type") == "audio_begin":
             form: Any = {"rate": control.get("rate"), "channels": control.get("channels", 1)}
             announced = PcmFormat(**form)
@@ -212,17 +212,6 @@ class PageReceiver:
             microphone.end(self)
         else:
             raise PlanError(f"a message of type {control.get('type')!r}: send audio_begin, samples, audio_end")
-
-
-def _control_of(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises PlanError."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise PlanError("that is no JSON") from error
-    if not isinstance(found, dict):
-        raise PlanError("that is no JSON object")
-    return found
 
 
 def is_own_origin(request: HTTPConnection) -> bool:

@@ -42,6 +42,8 @@ AUDIO_SLACK = 0.25
 """Seconds of audio that may wait beyond those of one block; older ones are dropped."""
 QUIET_SECONDS = 1.0
 """An input that has sent nothing for so long is free for another page."""
+JOIN_SECONDS = 15.0
+"""A browser that has an answer and does not connect for so long has gone, and leaves its place to another."""
 CLOSE_SECONDS = 2.0
 
 
@@ -164,6 +166,7 @@ class RtcPeers:
             if isinstance(error, PlanError):
                 raise
             raise PlanError(f"that offer cannot be answered: {error}") from error
+        self._begin(self._awaited(peer))
         return {"type": peer.localDescription.type, "sdp": peer.localDescription.sdp}
 
     def close(self) -> None:
@@ -202,12 +205,20 @@ class RtcPeers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _awaited(self, peer: Any) -> None:
+        """Leave a browser that does not connect: its page was closed, or reloaded, meanwhile. Nothing else says so."""
+        await asyncio.sleep(JOIN_SECONDS)
+        if peer.connectionState in ("new", "connecting"):
+            await self._leave(peer)
+
     async def _leave(self, peer: Any) -> None:
         self._peers.pop(peer, None)
         await peer.close()
 
     async def _leave_all(self) -> None:
         await asyncio.gather(*(self._leave(peer) for peer in list(self._peers)), return_exceptions=True)
+        for task in list(self._tasks):
+            task.cancel()
 
     def _show(self, frame_HWC: Tensor) -> None:
         if self._loop is not None:
