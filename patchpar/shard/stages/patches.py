@@ -132,7 +132,7 @@ class StagedPatches:
             return
         (comm, axis), patches = self.stages.mesh, self.patched.mesh[1].size
         strategy = self.patched.policy.name
-        split = {"stages": axis.size, "cuts": str(layout), "patches": patches, "strategy": strategy}
+        split: dict[str, Any] = {"stages": axis.size, "cuts": str(layout), "patches": patches, "strategy": strategy}
         facts = facts_of(self.denoiser, comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} in {axis.size} stages of {patches} patches ({layout})"
         compare = partial(self._compared, layout, output, forward, call, wanted)

@@ -129,7 +129,7 @@ class GuidanceCheck:
 
     def _verify(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
         form = call_signature(call)
-        split = {"strategy": "cfg", "places": self.axis.size}
+        split: dict[str, Any] = {"strategy": "cfg", "places": self.axis.size}
         facts = facts_of(self.denoiser, self.comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
         way_out = (
