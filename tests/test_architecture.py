@@ -49,7 +49,7 @@ ONLY = {
     "shard.verification_cache": {"errors", "plan.json_files"},
     "models.image_file": {"errors"},
     "stream": {"errors", "plan", "launch", "comm", "shard", "models"},
-    "stream.web": {"errors", "models.image_file", "stream.audio.pcm_pipe", "stream.audio.resample"},
+    "stream.web": {"errors", "plan.json_files", "models.image_file", "stream.audio.pcm_pipe", "stream.audio.resample"},
     "stream.audio.pcm_pipe": {"errors", "plan.scalars"},
     "stream.audio.resample": set(),
     "pipeline.image_metrics": {"errors"},

@@ -90,7 +90,7 @@ def test_the_page_is_served_beside_the_routes(served: Any) -> None:
     ("arguments", "message"),
     [
         (["embedded-face", "--app"], "models of images"),
-        (["embedded", "--app", "--task", "image-to-image"], "--app: this model is a"),
+        (["embedded", "--app", "--task", "image-to-image"], "which begins with an image"),
         (["embedded", "--app", "--app-auth", "me"], "--app-auth me: No such file"),
         (["embedded", "--app-auth", "me:mine"], "--app-auth is the log-in of the page of --app: add --app"),
         (["embedded", "--app", "--trusted-network"], "--app with --secret-file or --trusted-network"),

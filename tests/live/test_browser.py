@@ -1,4 +1,4 @@
-"""The pages in a real browser: the video plays with the times it was given, images are shown, the end is said."""
+"""The pages in a real browser: the video plays with the times it was given, images are visible, the end is said."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def grey(level: int) -> Tensor:
 
 
 @contextmanager
-def shown() -> Iterator[VideoScreen]:
+def visible() -> Iterator[VideoScreen]:
     """A video that goes on until the end of the block, and has done so for 4 s."""
     screen, stop = VideoScreen(HOME, 0, 20, RATE), threading.Event()
     screen.open()
@@ -85,7 +85,7 @@ def shown() -> Iterator[VideoScreen]:
 
 def test_a_video_plays_while_it_is_made_and_ends(page: Any) -> None:
     """It begins in the middle, with the time that the video has there."""
-    with shown() as screen:
+    with visible() as screen:
         page.goto(screen.page.url)
         page.wait_for_function(PLAYS)
         assert page.evaluate("document.querySelector('video').buffered.start(0)") >= 3.5
@@ -101,7 +101,7 @@ def test_a_connection_that_is_lost_is_made_again(page: Any) -> None:
         "window.WebSocket = class extends WebSocket { constructor(...each) { super(...each); sockets.push(this); } };"
     )
     page.route("**/status", lambda route: route.abort(), times=1)
-    with shown() as screen:
+    with visible() as screen:
         page.goto(screen.page.url)
         page.wait_for_function(PLAYS)
         page.evaluate("document.querySelector('video').muted = false")

@@ -126,12 +126,12 @@ def test_only_a_division_that_changes_nothing_is_left_out() -> None:
 
 def test_random_numbers_of_a_comparison_are_kept() -> None:
     """Of a generator too that is not passed by name."""
-    by_place, by_name = (torch.Generator().manual_seed(seed) for seed in (1, 2))
-    before = [torch.get_rng_state(), by_place.get_state(), by_name.get_state()]
-    with random_numbers_kept(VaeCall(len, torch.zeros(1), (True, by_place), {"generator": by_name})):
-        for generator in (None, by_place, by_name):
+    by_position, by_name = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    before = [torch.get_rng_state(), by_position.get_state(), by_name.get_state()]
+    with random_numbers_kept(VaeCall(len, torch.zeros(1), (True, by_position), {"generator": by_name})):
+        for generator in (None, by_position, by_name):
             torch.rand(3, generator=generator)
-    after = [torch.get_rng_state(), by_place.get_state(), by_name.get_state()]
+    after = [torch.get_rng_state(), by_position.get_state(), by_name.get_state()]
     assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
 
 

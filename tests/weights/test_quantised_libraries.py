@@ -14,7 +14,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.launch.messages import decode, encode
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
-from patchpar.shard.weights.packed import _plain_tensors
+from patchpar.shard.weights import packed
 from tests import tiny
 from tests.tiny.weights import seeded
 from tests.unit.threads import on_threads
@@ -92,7 +92,7 @@ PACKAGES = {"int8": "torchao", "float8": "torchao", "gguf": "gguf", "nf4": "bits
 
 def plain_tensors(network: nn.Module) -> Iterator[Tensor]:
     for x in network.parameters():
-        yield from _plain_tensors(x)
+        yield from packed.plain_tensors(x)
 
 
 def without_gathers(weights: Any, run: Callable[[], Tensor]) -> Tensor:
