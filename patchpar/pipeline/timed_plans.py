@@ -141,8 +141,7 @@ class TimedPlans:
             return run
         if kwargs.get("output_type") == "latent":
             forecast = replace(forecast, phases={**forecast.phases, DECODE: NOTHING})
-        # A scheduler may take more steps than it is told.
-        steps: Mapping[str, Any] = {"num_inference_steps": run.steps} if run.steps else kwargs
+        steps = {"num_inference_steps": run.steps} if run.steps else kwargs  # a scheduler may take more than it is told
         seconds, call = _with_steps(forecast, steps).seconds, (_key(_call_of(kwargs)), run.plan)
         if call in self._called and busy is not None:
             self._correct(busy / seconds)

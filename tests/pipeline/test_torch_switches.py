@@ -13,7 +13,6 @@ from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.torch_switches import caller_switches, take_switches
 from tests.pipeline.callbacks import NotesSwitches
 from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
-from tests.tiny import build
 
 SECONDS = 120.0
 
@@ -64,12 +63,11 @@ def test_ranks_compute_under_the_autocast_of_the_caller(parallel: ParallelPipeli
     assert relative_error(parallel(**call, generator=generator()), without) <= EXACT
 
 
-def test_a_job_in_this_process_computes_under_the_autocast_of_the_caller() -> None:
-    pipe, call = build("sdxl").pipe, {**QUICK, "output_type": "latent"}
-    with torch.autocast("cpu", torch.bfloat16):
-        want = pipe(**call, generator=generator())
-    with ParallelPipeline(pipe, devices="cpu") as one:
+def test_a_job_in_this_process_computes_under_the_autocast_of_the_caller(plain: Any) -> None:
+    call = {**QUICK, "output_type": "latent"}
+    with ParallelPipeline(plain, devices="cpu") as one:
         with torch.autocast("cpu", torch.bfloat16):
+            want = plain(**call, generator=generator())
             job = one.submit(**call, generator=generator())
         assert relative_error(job.result(SECONDS), want) <= EXACT
 
