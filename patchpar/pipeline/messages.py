@@ -85,8 +85,7 @@ class CallOptions:
     rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
     one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
-    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the
-    dtypes of the caller's autocast by type of device, where its thread has any.
+    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own.
     """
 
     plan: Plan
@@ -105,7 +104,6 @@ class CallOptions:
     adapters: tuple[tuple[str, float], ...] | None = None
     decoded_previews: int = 0
     switches: Mapping[str, Any] | None = None
-    autocast: Mapping[str, str] = field(default_factory=dict)
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)

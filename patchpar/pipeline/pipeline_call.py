@@ -34,7 +34,7 @@ from patchpar.pipeline.messages import (
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.step_callbacks import asking
-from patchpar.pipeline.torch_switches import take_switches, under_autocast
+from patchpar.pipeline.torch_switches import take_switches
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
@@ -81,7 +81,6 @@ class PipelineCall:
                     self.pipe, self.options.plan, device(self.context.device), aside=self._aside, is_callers=is_callers
                 )
                 stack.enter_context(self._decoder.watching(arguments))
-            stack.enter_context(under_autocast(self.options.autocast, device(self.context.device).type))
             stack.enter_context(self._stepping())
             stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
             if self.calls is not None:

@@ -12,9 +12,7 @@ from patchpar import ParallelPipeline
 from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.torch_switches import caller_switches, take_switches
 from tests.pipeline.callbacks import NotesSwitches
-from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
-
-SECONDS = 120.0
+from tests.pipeline.conftest import QUICK
 
 
 @pytest.fixture
@@ -46,30 +44,6 @@ def test_ranks_compute_with_those_of_the_caller(switches: Any, parallel: Paralle
         torch.backends.cudnn.allow_tf32 = is_on
         parallel(**QUICK, output_type="latent", callback_on_step_end=NotesSwitches())
         assert parallel.noted_allow_tf32 == is_on
-
-
-def test_ranks_compute_under_the_autocast_of_the_caller(parallel: ParallelPipeline, plain: Any) -> None:
-    """Jobs too, which run in threads of their own; torch keeps it by thread."""
-    call = {**QUICK, "output_type": "latent"}
-    without = plain(**call, generator=generator())
-    with torch.autocast("cpu", torch.bfloat16):
-        want = plain(**call, generator=generator())
-        job = parallel.submit(**call, generator=generator(), ranks=(1,), plan="single")
-        parallel.plan = "cfg=2"
-        in_call = parallel(**call, generator=generator())
-    assert relative_error(job.result(SECONDS), want) <= EXACT
-    assert relative_error(without, want) > 100 * EXACT
-    assert relative_error(in_call, without) > 100 * EXACT
-    assert relative_error(parallel(**call, generator=generator()), without) <= EXACT
-
-
-def test_a_job_in_this_process_computes_under_the_autocast_of_the_caller(plain: Any) -> None:
-    call = {**QUICK, "output_type": "latent"}
-    with ParallelPipeline(plain, devices="cpu") as one:
-        with torch.autocast("cpu", torch.bfloat16):
-            want = plain(**call, generator=generator())
-            job = one.submit(**call, generator=generator())
-        assert relative_error(job.result(SECONDS), want) <= EXACT
 
 
 def test_embeddings_come_to_the_device_of_a_rank_and_images_stay() -> None:
