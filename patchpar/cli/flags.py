@@ -6,7 +6,7 @@ Flags with the panel MORE are in the help of `--help-all` only, so that that of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature
@@ -18,7 +18,7 @@ import typer
 from patchpar.cli.folded_help import HELP_ALL, HelpAll, is_folded, more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_can_write
-from patchpar.cli.pipeline_changes import loras_of, scheduler_name
+from patchpar.cli.pipeline_changes import check_prompts, loras_of, scheduler_name
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from patchpar.models.task import RequestedTask
 
 F = TypeVar("F")
+AUTO_BATCH = 8
+"""Requests: whoever is in a batch waits until all of it is made."""
 
 
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
@@ -256,29 +258,28 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     return run
 
 
-def check_prompts(prompts: Sequence[str]) -> None:
-    """Raise PlanError for one of several prompts that is a file: what a shell has made of a flag's pattern."""
-    for each in prompts if len(prompts) > 1 else ():
-        if Path(each).suffix and _is_file(each):
-            raise PlanError(
-                f"prompt {each!r} is a file here: a flag takes one value, so name it before each, as in --lora A "
-                "--lora B; and give a prompt in quotes"
-            )
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except (OSError, ValueError):  # what can be no path
-        return False
-
-
 def _at_home(value: Any) -> Any:
     """Return a path with `~` expanded, as a shell expands `--output ~/a.png`, but not `--output=~/a.png`."""
     try:
         return value.expanduser() if isinstance(value, Path) else value
     except RuntimeError:  # of an unknown user: what reads the path says so
         return value
+
+
+def batch_of(text: str) -> int:
+    """Read `--batch`: the most requests in one call. Raises PlanError."""
+    if text == "auto":
+        return AUTO_BATCH
+    if not (text.isascii() and text.isdigit()):
+        raise PlanError(f"--batch {text}: use auto, or the number of requests that are made in one call")
+    return int(text)
+
+
+def recovers(text: str) -> bool:
+    """Read `--recover`. Raises PlanError."""
+    if text not in ("on", "off"):
+        raise PlanError(f"--recover {text}: use on or off")
+    return text == "on"
 
 
 def check_deadline(seconds: float) -> None:

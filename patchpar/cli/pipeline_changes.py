@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
@@ -84,3 +85,20 @@ def _compatible(now: Any, name: str) -> Any:
         names = ", ".join(sorted({each.__name__ for each in usable}))
         raise PlanError(f"--scheduler {name}: this model is for schedulers of another kind: use one of {names}")
     return kind.from_config(now.config)
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raise PlanError for one of several prompts that is a file: what a shell has made of a flag's pattern."""
+    for each in prompts if len(prompts) > 1 else ():
+        if Path(each).suffix and _is_file(each):
+            raise PlanError(
+                f"prompt {each!r} is a file here: a flag takes one value, so name it before each, as in --lora A "
+                "--lora B; and give a prompt in quotes"
+            )
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # what can be no path
+        return False

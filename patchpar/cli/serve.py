@@ -19,9 +19,11 @@ from patchpar.cli.flags import (
     Format,
     SecretFile,
     TrustedNetwork,
+    batch_of,
     check_deadline,
     given,
     plan_of,
+    recovers,
     trust_between_hosts,
 )
 from patchpar.cli.folded_help import more
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 PAGE_MODULES = ("server", "workers", "shared_page")
 PAGE_PATHS = ("/app", "/live/")
-AUTO_BATCH = 8
-"""Requests: whoever is in a batch waits until all of it is made."""
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_STREAMS = ("stream_slots", "max_seconds")
 OF_IMAGES = (
@@ -180,9 +180,9 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         options={**loading, **given(deadline=request.deadline), **request.trust},
         measured=_measured(request, plan),
         loras=_loras(request.lora),
-        batch=_batch(request.batch),
+        batch=batch_of(request.batch),
         batch_wait=request.batch_wait_ms / 1000,
-        recovers=_recovers(request.recover),
+        recovers=recovers(request.recover),
         quality_steps=_quality(request),
     )
     settings = _settings(request)
@@ -272,20 +272,6 @@ def _quality(request: ServeFlags) -> dict[str, int]:
             raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
         found[name] = int(steps)
     return found
-
-
-def _batch(text: str) -> int:
-    if text == "auto":
-        return AUTO_BATCH
-    if not (text.isascii() and text.isdigit()):
-        raise PlanError(f"--batch {text}: use auto, or the number of requests that are made in one call")
-    return int(text)
-
-
-def _recovers(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise PlanError(f"--recover {text}: use on or off")
-    return text == "on"
 
 
 def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:

@@ -28,9 +28,6 @@ A, B, C, D = images(4)
 CASES = {
     "one for all prompts": ("sd_controlnet", [A, B]),
     "one each, by prompt": ("sd_controlnet", [[A, B], [C, D]]),
-    "one for all, of tokens": ("flux_controlnet_img2img", [A, B]),
-    "one each, by ControlNet": ("flux_controlnet_img2img", [[A, B], [C, D]]),
-    "one for all, and one each": ("flux_controlnet_img2img", [A, [C, D]]),
 }
 
 
@@ -48,7 +45,7 @@ def two_controlnets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "build", build)
 
 
-@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts", "one each, by ControlNet"))
+@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts"))
 @pytest.mark.usefixtures("two_controlnets")
 def test_each_prompt_has_the_images_of_one_call(case: str) -> None:
     """Two ControlNets and two prompts: a list of two images is one for each ControlNet."""

@@ -350,7 +350,7 @@ def test_a_transformer_that_diffusers_has_split(parallel: ParallelPipeline) -> N
 
 def test_a_wrong_call_leaves_the_pool_usable(parallel: ParallelPipeline, plain: Any) -> None:
     pids = parallel._executor.pids
-    for wrong in ({"height": 100}, {"guidance_scale": "strong"}, {"latents": torch.zeros(1, 4, 3, 3)}):
+    for wrong in ({"height": 100}, {"guidance_scale": "strong"}, {"latents": torch.zeros(1, 3, 8, 8)}):
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             parallel(**{**QUICK, **wrong})
     call = {**QUICK, "output_type": "latent"}

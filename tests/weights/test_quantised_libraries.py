@@ -13,8 +13,8 @@ from patchpar import ParallelPipeline
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.messages import decode, encode
 from patchpar.plan.mesh import Mesh
-from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights import packed
+from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from tests import tiny
 from tests.tiny.weights import seeded
 from tests.unit.threads import on_threads

@@ -22,12 +22,11 @@ from patchpar.cli.flags import (
     Variant,
     check_deadline,
     check_guidance,
-    check_prompts,
     given,
     trust_between_hosts,
 )
 from patchpar.cli.folded_help import more
-from patchpar.cli.pipeline_changes import loras_of, scheduler_name
+from patchpar.cli.pipeline_changes import check_prompts, loras_of, scheduler_name
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
