@@ -40,6 +40,8 @@ NORMS = {
 """Group norms as a page calls them, and their methods with one exact step and with five."""
 PUBLISHED = "displaced:preset=paper,warmup_steps=1"
 MODELS = {"SDXL-type UNet": "large", "embedded model": "embedded"}
+EARLIER = "†"
+"""Marks figures of the embedded model as it was before it was trained further."""
 Row = dict[str, str]
 
 
@@ -67,6 +69,22 @@ def written(name: str, heading: str = "") -> list[Row]:
         each["tables"][0] for each in sections if heading in ("", each["heading"]) and each["tables"]
     ]
     return max(found, key=len) if heading else found[0]
+
+
+def by_method(heading: str) -> dict[tuple[str, str], Row]:
+    """Rows of the embedded UNet in one setting by method and ranks: with the weights as they are, where measured.
+
+    PSNR of a row with earlier weights ends in EARLIER, also in the tables that quote it.
+    """
+    sections = json.loads((FIGURES / "quality.json").read_text())
+    now = re.findall(r"its weights are those of `(\w+)`", "\n".join(sections[0]["text"]))[0]
+    found: dict[tuple[str, str], Row] = {}
+    alike = [each for each in sections[1:] if each["heading"] == heading]
+    for each in sorted(alike, key=lambda each: now in "".join(each["text"])):
+        mark = "" if now in "".join(each["text"]) else EARLIER
+        for row in each["tables"][0]:
+            found[row["method"].split(" (")[0], row["ranks"]] = {**row, "PSNR": f"{row['PSNR, dB']}{mark}"}
+    return found
 
 
 def message(name: str) -> str:
@@ -97,12 +115,11 @@ def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
         method = CAPTIONED.get(label) or (label.split("`")[1] if "`" in label else "naive")
         for column, cell in row.items():
             setting, ranks = SETTINGS.get(column, SETTINGS["4 ranks, 20 steps"])
-            known = {(each["method"].split(" (")[0], each["ranks"]): each for each in written("quality", setting)}
-            found = known.get((method, str(ranks)))
+            found = by_method(setting).get((method, str(ranks)))
             if cell:
                 assert found, f"{method} has not been measured with {ranks} ranks, {setting}"
                 sent = float(found["stale"] or found["sent, MB"])
-                should = f"{float(found['PSNR, dB']):.1f}" if column in SETTINGS else f"{sent:.1f} MB"
+                should = found["PSNR"] if column in SETTINGS else f"{sent:.1f} MB"
                 yield f"{label}, {column}", cell.replace("**", ""), should
 
 
