@@ -74,7 +74,7 @@ def half(pipelines: Iterable[str], dtype: str, column: str, digits: int = 1) -> 
 
 def quality(method: str, column: str) -> Figures:
     where = {"heading": "256 x 256 pixels, 20 steps, DDIM", "method": re.escape(method), "ranks": "4", "captions": "32"}
-    return Figures("quality", column, where)
+    return Figures("quality", column, where, pick=lambda found: next(iter(found)))  # of the model's earlier weights
 
 
 def hidden(name: str, strategies: str, pick: Callable[[Iterable[float]], float | Sequence[float]]) -> Figures:
