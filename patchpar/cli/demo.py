@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors
-from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
+from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, given
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME, path_of
 from patchpar.models.task import RequestedTask

@@ -13,18 +13,8 @@ from typing import Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import (
-    DEADLINE,
-    Deadline,
-    Debug,
-    Format,
-    Json,
-    LocalDevices,
-    Model,
-    Variant,
-    check_deadline,
-    given,
-)
+from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Format, Json, LocalDevices, Model, Variant, given
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, links, will_use
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel

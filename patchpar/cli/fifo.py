@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import (
-    Deadline,
-    Debug,
-    Format,
-    Json,
-    LocalDevices,
-    Variant,
-    check_deadline,
-    check_guidance,
-    check_seed,
-    given,
-)
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_seed
+from patchpar.cli.flags import Deadline, Debug, Format, Json, LocalDevices, Variant, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all

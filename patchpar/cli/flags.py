@@ -5,7 +5,6 @@ Flags with the panel MORE are in the help of `--help-all` only, so that that of 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hin
 
 import typer
 
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_seed
 from patchpar.cli.folded_help import HELP_ALL, HelpAll, is_folded, more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_can_write
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from patchpar.models.task import RequestedTask
 
 F = TypeVar("F")
-AUTO_BATCH = 8
 """Requests: whoever is in a batch waits until all of it is made."""
 
 
@@ -264,40 +263,6 @@ def _at_home(value: Any) -> Any:
         return value.expanduser() if isinstance(value, Path) else value
     except RuntimeError:  # of an unknown user: what reads the path says so
         return value
-
-
-def batch_of(text: str) -> int:
-    """Read `--batch`: the most requests in one call. Raises PlanError."""
-    if text == "auto":
-        return AUTO_BATCH
-    if not (text.isascii() and text.isdigit()):
-        raise PlanError(f"--batch {text}: use auto, or the number of requests that are made in one call")
-    return int(text)
-
-
-def recovers(text: str) -> bool:
-    """Read `--recover`. Raises PlanError."""
-    if text not in ("on", "off"):
-        raise PlanError(f"--recover {text}: use on or off")
-    return text == "on"
-
-
-def check_deadline(seconds: float) -> None:
-    """Raise PlanError unless `--deadline` is finite and above 0."""
-    if not 0 < seconds < float("inf"):
-        raise PlanError(f"--deadline {seconds:g}: it must be a finite number of seconds above 0")
-
-
-def check_guidance(scale: float | None) -> None:
-    """Raise PlanError for a `--guidance-scale` of which no image could be made."""
-    if scale is not None and not math.isfinite(scale):
-        raise PlanError(f"--guidance-scale {scale:g}: it must be a finite number, such as 5")
-
-
-def check_seed(seed: int, *, least: int = -(2**63), most: int = 2**64 - 1) -> None:
-    """Raise PlanError unless `--seed` is one that generators take, by default those of torch."""
-    if not least <= seed <= most:
-        raise PlanError(f"--seed {seed}: it must be from {least} to {most}")
 
 
 def trust_between_hosts(secret_file: Path | None, *, is_trusted: bool) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.demo import demo_package
+from patchpar.cli.flag_values import batch_of, check_deadline, recovers
 from patchpar.cli.flags import (
     DEADLINE,
     Deadline,
@@ -19,11 +20,8 @@ from patchpar.cli.flags import (
     Format,
     SecretFile,
     TrustedNetwork,
-    batch_of,
-    check_deadline,
     given,
     plan_of,
-    recovers,
     trust_between_hosts,
 )
 from patchpar.cli.folded_help import more

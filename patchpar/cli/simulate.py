@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Debug, Format, Json, check_guidance, given
+from patchpar.cli.flag_values import check_guidance
+from patchpar.cli.flags import Debug, Format, Json, given
 from patchpar.cli.output_files import check_can_write, full_disk_named
 from patchpar.errors import PlanError
 

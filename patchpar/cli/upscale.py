@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import HostFlags, check_seed, given
+from patchpar.cli.flag_values import check_seed
+from patchpar.cli.flags import HostFlags, given
 from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import HostFlags, SizedFlags, check_seed, given
+from patchpar.cli.flag_values import check_seed
+from patchpar.cli.flags import HostFlags, SizedFlags, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_apart

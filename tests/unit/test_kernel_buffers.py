@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -24,8 +25,16 @@ def kib(name: str) -> int:
 
 
 def taken(run: Callable[[], object]) -> int:
-    """The most bytes that the process takes beyond what it had."""
+    """The most bytes that the process takes beyond what it had.
+
+    The largest of three: memory of earlier tests that is given back meanwhile makes one smaller.
+    """
     run()  # kernels are made
+    gc.collect()
+    return max(_taken_once(run) for _ in range(3))
+
+
+def _taken_once(run: Callable[[], object]) -> int:
     RESET.write_text("5")  # the most memory so far is that of now
     before = kib("VmRSS")
     found = run()

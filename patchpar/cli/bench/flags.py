@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from patchpar.cli.flag_values import check_deadline, check_guidance
 from patchpar.cli.flags import (
     DEADLINE,
     Deadline,
@@ -20,8 +21,6 @@ from patchpar.cli.flags import (
     SecretFile,
     TrustedNetwork,
     Variant,
-    check_deadline,
-    check_guidance,
     given,
     trust_between_hosts,
 )

@@ -7,19 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import (
-    DEADLINE,
-    FACE,
-    Deadline,
-    Debug,
-    Format,
-    Json,
-    LocalDevices,
-    check_deadline,
-    check_guidance,
-    check_seed,
-    given,
-)
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_seed
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Json, LocalDevices, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_can_write

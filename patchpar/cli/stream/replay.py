@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flags import DEADLINE, Deadline, Debug, Json, LocalDevices, check_deadline
+from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Json, LocalDevices
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
 from patchpar.cli.stream.video import parts_of
