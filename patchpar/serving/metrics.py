@@ -58,6 +58,19 @@ class ServerMetrics:
         self._batches = Histogram(
             "patchpar_batch_size", "Requests that were made in one call.", buckets=SIZES, registry=registry
         )
+        self._missed = Counter(
+            "patchpar_deadlines_missed_total", "Requests whose deadline passed while they waited.", registry=registry
+        )
+        self._bytes = Counter(
+            "patchpar_bytes_sent_total", "Bytes sent to other ranks.", ["rank", "kind"], registry=registry
+        )
+        self._waits = Counter(
+            "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
+        )
+        self._add_interruptions(registry)
+        self._add_gauges(registry)
+
+    def _add_interruptions(self, registry: CollectorRegistry) -> None:
         self._suspensions = Counter(
             "patchpar_suspensions_total", "Running requests that were suspended.", registry=registry
         )
@@ -69,16 +82,6 @@ class ServerMetrics:
         )
         for outcome in RECOVERY_OUTCOMES:
             self._recoveries.labels(outcome)  # so that both are there from the start, as 0
-        self._missed = Counter(
-            "patchpar_deadlines_missed_total", "Requests whose deadline passed while they waited.", registry=registry
-        )
-        self._bytes = Counter(
-            "patchpar_bytes_sent_total", "Bytes sent to other ranks.", ["rank", "kind"], registry=registry
-        )
-        self._waits = Counter(
-            "patchpar_wait_seconds_total", "Seconds that a rank waited for others.", ["rank", "kind"], registry=registry
-        )
-        self._add_gauges(registry)
 
     def _add_gauges(self, registry: CollectorRegistry) -> None:
         self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", ["priority"], registry=registry)
