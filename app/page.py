@@ -7,7 +7,18 @@ from typing import Any
 
 import gradio as gr
 
-from . import compare_tab, edit_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab, video_tab
+from . import (
+    compare_tab,
+    edit_tab,
+    event_stream,
+    high_res_tab,
+    html,
+    image_tab,
+    plan_tab,
+    stream_tab,
+    timeline_tab,
+    video_tab,
+)
 from .blocks import PageBlocks
 from .defaults import Defaults, defaults_before, defaults_of
 from .fields import Forms
@@ -114,6 +125,7 @@ def _welcome(page: gr.Blocks, state: AppState, named: list[Any], filled: list[An
         state.sessions.disconnect(str(request.session_hash))
 
     page.unload(disconnect)
+    event_stream.build()
     return page.load(connect, named, filled, js=PAGE_NAME_JS, show_progress="hidden")
 
 

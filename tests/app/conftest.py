@@ -86,9 +86,10 @@ def opened(browser: Any, server: ServedApp) -> Iterator[Any]:
     contexts: list[Any] = []
     errors: list[str] = []
 
-    def open_page(**options: Any) -> Page:
+    def open_page(script: str = "", **options: Any) -> Page:
         context = browser.new_context(permissions=["camera", "microphone"], **options)
         contexts.append(context)
+        context.add_init_script(script)
         page: Page = context.new_page()
         page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))

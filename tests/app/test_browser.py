@@ -276,6 +276,39 @@ def test_a_wrong_request_is_reported_at_once(opened: Any) -> None:
     )
 
 
+SLOW_TO_CLOSE = """
+const plain = window.fetch, marker = 'data: {"msg":"close_stream"';
+window.fetch = async (input, options) => {
+  const response = await plain(input, options);
+  if (!new URL(input.url ?? input, window.location).pathname.endsWith("/queue/data")) return response;
+  const [reads, writes] = [new TextDecoder(), new TextEncoder()];
+  const slow = new TransformStream({async transform(chunk, out) {
+    const text = reads.decode(chunk, {stream: true}), start = text.indexOf(marker);
+    if (start < 0) return out.enqueue(writes.encode(text));
+    out.enqueue(writes.encode(text.slice(0, start)));
+    await new Promise((resume) => setTimeout(resume, 2000));
+    out.enqueue(writes.encode(text.slice(start)));
+  }});
+  return new Response(response.body.pipeThrough(slow), response);
+};
+"""
+"""In the browser, before the page's own scripts: the client reads late that the server has ended its messages."""
+
+
+def test_an_event_that_joins_while_the_stream_is_closed_is_answered(opened: Any) -> None:
+    """Its job would never show a step otherwise, and the button could not be clicked again."""
+    page = opened(script=SLOW_TO_CLOSE)
+    expect(page.locator("#ready")).to_be_hidden()  # until then the page has an event under way
+    prompt, alert = page.get_by_label("Prompt", exact=True).first, page.locator("#image-status [role=alert]")
+    prompt.fill("")
+    press(page, "image-generate")
+    expect(alert).to_contain_text("there is no prompt")
+    prompt.fill("a red house")
+    small(page, steps=2)
+    press(page, "image-generate")
+    done(page, "image")
+
+
 @pytest.mark.breadth
 def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
