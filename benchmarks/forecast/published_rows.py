@@ -42,6 +42,8 @@ MODELS = {
 FASTER = "[flux-faster](https://github.com/xlite-dev/flux-faster)"
 DIFFUSERS = "[diffusers](https://huggingface.co/docs/diffusers/tutorials/fast_diffusion)"
 FAL = "[fal-ai](https://github.com/fal-ai/stable-diffusion-benchmarks)"
+TENSORRT = "[fal-ai, TensorRT 9](https://github.com/fal-ai/stable-diffusion-benchmarks)"
+"""Another software than that of the other rows of this source."""
 OMNI = (
     "[vllm-omni #2707](https://github.com/vllm-project/vllm-omni/issues/2707), which "
     "[compiles blocks](https://docs.vllm.ai/projects/vllm-omni/en/latest/user_guide/diffusion/regional_compilation/)"
@@ -58,6 +60,8 @@ FLASH_2 = 0.35 / 0.6
 takes as long as torch's own), which reaches 35 % of the FLOP/s there (Shah et al. 2024, arXiv:2407.08608)."""
 PNDM = 51
 """Calls of the denoiser in 50 steps of SD 1.5's own scheduler, which evaluates one step twice."""
+IN_ITS_LAYOUT = replace(COMPILED, channels_last=True)
+"""Kernels between products are fused, and maps are in the layout of convolutions."""
 OLD, OLD_COMPILED = (replace(costs, attention_part=FLASH_1) for costs in (ASSUMED, COMPILED))
 SECOND, SECOND_COMPILED = (replace(costs, attention_part=FLASH_2) for costs in (ASSUMED, COMPILED))
 ROWS = (
@@ -122,6 +126,28 @@ ROWS = (
         note=WHOLE,
     ),
     PublishedRow(
+        what="SD 1.5, 512 x 512, TensorRT",
+        model="sd15",
+        device="A100",
+        steps=50,
+        seconds=0.819,
+        source=TENSORRT,
+        costs=IN_ITS_LAYOUT,
+        decoding=IN_ITS_LAYOUT,
+        note=WHOLE,
+    ),
+    PublishedRow(
+        what="SDXL, 1024 x 1024, TensorRT",
+        model="sdxl",
+        device="A100",
+        steps=50,
+        seconds=4.102,
+        source=TENSORRT,
+        costs=IN_ITS_LAYOUT,
+        decoding=IN_ITS_LAYOUT,
+        note=WHOLE,
+    ),
+    PublishedRow(
         what="SDXL, 1024 x 1024, SDPA",
         model="sdxl",
         device="A100",
@@ -137,8 +163,8 @@ ROWS = (
         steps=30,
         seconds=2.54,
         source=DIFFUSERS,
-        costs=replace(COMPILED, channels_last=True),
-        decoding=replace(COMPILED, channels_last=True),
+        costs=IN_ITS_LAYOUT,
+        decoding=IN_ITS_LAYOUT,
         note=WHOLE,
     ),
     PublishedRow(
@@ -169,7 +195,7 @@ ROWS = (
         seconds=13.29,
         source=FASTER,
         costs=COMPILED,
-        decoding=replace(COMPILED, channels_last=True),
+        decoding=IN_ITS_LAYOUT,
         note=WHOLE,
     ),
     PublishedRow(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.forecast.delayed_links import COLUMNS, Measured, Row, cells, compared, kept, lines
 from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
+from benchmarks.page import write_page
 from patchpar.plan.link_model import LinkModel, TimedMessage
 
 STEP, BARE, RECEIVING, BYTES = 0.1, 1e-3, 2e-3, 1000
@@ -68,3 +72,34 @@ def test_of_several_turns_each_time_is_the_median_and_the_later_rank_tells_how_l
     assert found.receiving == (0.0022,)
     assert [rank.messages for rank in found.ranks] == [(TimedMessage(0.052, 0.062, BYTES, 1),)] * 2
     assert [rank.seconds for rank in found.ranks] == [0.104, 0.104]
+
+
+SLEPT = 0.02
+"""Seconds that a rank computes longer on a link on which it sleeps."""
+
+
+def row_of(longer: float, waited: float) -> Row:
+    """On a link of 20 ms, where a step has waits of so many seconds."""
+    real = Measured(STEP + longer + waited, (STEP + longer,) * 2)
+    bare = Measured(STEP + BARE + RECEIVING, COMPUTING)
+    return compared("exact", ranks(), LinkModel(latency=2e-2), real, (bare, bare))
+
+
+def test_what_ranks_compute_longer_on_a_link_is_told_from_what_they_wait_longer() -> None:
+    slower, waits = row_of(SLEPT, 2e-2), row_of(0.0, 2e-2 + SLEPT)
+    assert (slower.longer, waits.longer) == (pytest.approx(SLEPT), pytest.approx(0.0))
+    assert slower.off == pytest.approx(waits.off) == pytest.approx(-SLEPT / (STEP + 2e-2 + SLEPT))
+    assert slower.off_here == pytest.approx(0.0)
+    assert waits.off_here == pytest.approx(waits.off), "the control: waits that are not predicted are an error"
+
+
+def test_a_page_without_these_columns_is_measured_anew(tmp_path: Path) -> None:
+    page = tmp_path / "links.md"
+    row = cells(row_of(SLEPT, 2e-2))
+    write_page("\n".join(lines([row])) + "\n", page)
+    assert "0 of 1 rows within 5%, worst -14.3%" in page.read_text()
+    assert "1 of 1 rows within 5%, worst +0.0%" in page.read_text()
+    assert kept(page, ["pcpp"]) == [row]
+    assert kept(page, ["exact"]) == []
+    page.write_text(page.read_text().replace(COLUMNS[-1], "another"))
+    assert kept(page, ["pcpp"]) == []

@@ -135,3 +135,12 @@ def test_products_of_fp8_are_recorded_by_their_inputs_and_twice_as_fast() -> Non
     costs = CostAssumptions(gap=0.0)
     half = kernel_seconds(replace(product, dtype="bfloat16"), machine.device, costs)
     assert kernel_seconds(product, with_fp8(machine).device, costs) == pytest.approx(half / 2)
+
+
+def test_what_steps_take_beside_the_forecast_is_said_of_both_sizes() -> None:
+    """Of rows of Qwen-Image alone: 40 ms in each of 20 steps, and none in each of 35, of two calls of 60 blocks."""
+    rows = [row for row in published_rows.ROWS if row.model.startswith("qwen")]
+    predicted = {row: row.seconds - missing for row, missing in zip(rows, (20 * 0.04, 0.0), strict=True)}
+    text = "\n".join(published._of_the_process(rows, predicted))
+    assert "take 40 ms (512 x 512) and 0 ms (1536 x 1536) more than predicted: 0.33 and 0.00 ms for each call" in text
+    assert not list(published._of_the_process([], {}))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.forecast.ranking import PLANS, WITHIN, Row, calm, with_link
+from benchmarks.forecast.ranking import PLANS, WITHIN, Row, calm, page, with_link
 from patchpar.pipeline.planner.tune.timer import TimedRun
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.replay.measured_device import MeasuredDevice
@@ -29,6 +29,18 @@ def test_the_fastest_plan_is_right_and_another_costs_what_it_is_longer() -> None
     assert (wrong.chosen, wrong.best) == ("patch=2", "cfg=2")
     assert wrong.loss == pytest.approx(0.5)
     assert wrong.loss > WITHIN
+
+
+def test_a_plan_that_is_always_the_fastest_is_told_from_a_good_choice() -> None:
+    """Of the others one choice is right, and one takes twice as long as the best."""
+    always = {"cfg=2": 1.0}
+    good = row(always | {"patch=2": 2.0}, always | {"patch=2": 2.0})
+    bad = row(always | {"patch=2": 2.0}, always | {"patch=2": 4.0, "single": 2.0})
+    text = "\n".join(page([good, bad]))
+    assert "or one at most 5% longer, in 2 of 2 settings" in text
+    assert "In 2 of them it is `cfg=2`." in text
+    assert "right in 1 of 2 settings, in the others up to 100% longer" in text
+    assert good.without("cfg=2").chosen == "patch=2"
 
 
 def test_preempted_steps_are_left_out_and_marked_where_there_are_no_others() -> None:

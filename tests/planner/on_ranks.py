@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from patchpar.pipeline.messages import CallOptions, CallResult, RandomState
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.stages import denoiser
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.token_plan_json import to_json
 from tests import tiny
@@ -36,7 +39,17 @@ def call_of(name: str, steps: int = STEPS) -> dict[str, Any]:
 
 
 def counted(this: PoolRank, name: str, plans: list[str], vae: str = "auto") -> list[Counted | None]:
-    """A call under each plan; None on ranks that it leaves idle. Needs all ranks of the pool."""
+    """A call under each plan; None on ranks that it leaves idle. Needs all ranks of the pool.
+
+    Stages are cut by counted work, as in a recording, which has no seconds: of blocks that take microseconds these
+    change with what else runs on the machine.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(denoiser, "seconds_of_blocks", lambda plain, mesh: [])
+        return _counted(this, name, plans, vae)
+
+
+def _counted(this: PoolRank, name: str, plans: list[str], vae: str) -> list[Counted | None]:
     engine, built = PipelineRunner(this.context), tiny.build(name)
     engine.adopt(built.pipe)
     kwargs, found = {**built.call_kwargs, "num_inference_steps": STEPS}, list[Counted | None]()

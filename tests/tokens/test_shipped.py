@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -201,6 +202,21 @@ def test_a_plan_that_is_not_shipped_is_found_once(
         for got, _ in first_use(models, TRANSFORMERS[PIXART].call(0), tmp_path):
             assert relative(got, want) <= LIMIT
     assert searches == [PIXART] * 2  # by each rank, which has a folder of its own
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_rank_without_a_kept_plan_has_that_of_the_other(
+    searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: int
+) -> None:
+    """It searches for none alone, for which the other would have to gather weights that are divided between them."""
+    monkeypatch.setattr(search, "shipped_for", lambda denoiser: None)
+    models, want = models_of(PIXART)
+    call = TRANSFORMERS[PIXART].call(0)
+    first_use(models, call, tmp_path)
+    shutil.rmtree(tmp_path / str(without))
+    for got, _ in first_use(models, call, tmp_path):
+        assert relative(got, want) <= LIMIT
+    assert searches == [PIXART] * 2, "by each rank in its first use"
 
 
 def test_blocks_of_another_version(
