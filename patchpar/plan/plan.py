@@ -34,7 +34,7 @@ WEIGHTS = ("whole", "sharded", "hosted")
 NUMBERS = (*AXIS_MEANINGS, "resident")
 ENCODERS = ("auto", "all", "one")
 MOST_DEGREE = 100_000
-"""More than any machine has; what is drawn from a degree, such as its divisors, stays short."""
+"""More than any machine has; lists of what divides a degree, and the like, stay short."""
 MOST_PART = 1000
 MOST_DIGITS = 10
 """Of a number in a text: Python reads no number of thousands of digits."""
