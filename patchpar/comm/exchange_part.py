@@ -100,7 +100,7 @@ def start_messages(
     buffers = _rows_of_one_buffer(axis, own.tensors, incoming) or gather_buffers(
         own.tensors, [each.specs for each in incoming], scope.memory
     )
-    if buffers is None and scope.memory is not None:
+    if buffers is None and (scope.bulk or scope.memory is not None):
         return collectives.exchange(axis.ranks, outgoing, incoming, where, bulk=scope.bulk, memory=scope.memory)
     if buffers is None:
         return transport.send_recv(outgoing, incoming, where)

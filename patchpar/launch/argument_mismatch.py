@@ -6,9 +6,9 @@ Every rank sends a digest and a short description of each argument; the digests 
     tensors, arrays, images                         shape, dtype or mode, and every value
     paths, and text that is one here                the last part: machines may keep the same file in other folders
     schedulers and others with a `config`           class and config
-        torch.Generator                                 nothing: all ranks take rank 0's state
-        torch.device                                    the type: every rank has its own device
-        functions, and everything else                  its name, or the name of its class
+    torch.Generator                                 nothing: all ranks take rank 0's state
+    torch.device                                    the type: every rank has its own device
+    functions, and everything else                  its name, or the name of its class
 """
 
 import dataclasses

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 REPLY_SECONDS = 3600.0  # limit for rank 0's caller, whose process no parent watches
-MARGIN = 5.0  # s for rank 0's result to arrive
+MARGIN = 5.0  # s for rank 0's result to arrive, and for a rank that is late to read it
 HEAD = struct.Struct("<BQQ")  # kind, number of the gather, length in bytes
 REPLY, HERE, WORD, ALL = range(4)
 CLOSED = "this executor is closed; make a new one"
@@ -71,11 +71,13 @@ class _Link:
         self.rank, self.sock = rank, sock
         self._bytes = bytearray()
 
-    def send(self, frame: ControlFrame) -> None:
-        """Send a frame. Raises WorkerDied if the other end is closed."""
-        self.sock.settimeout(REPLY_SECONDS)
+    def send(self, frame: ControlFrame, seconds: float = REPLY_SECONDS) -> None:
+        """Send a frame. Raises WorkerDied if the other end is closed, WorkerHung if it is not read within `seconds`."""
+        self.sock.settimeout(max(seconds, 1e-3))
         try:
             self.sock.sendall(HEAD.pack(frame.kind, frame.number, len(frame.data)) + frame.data)
+        except TimeoutError as error:
+            raise WorkerHung(f"rank {self.rank} has not read a message for {seconds:.0f} s", rank=self.rank) from error
         except OSError as error:
             raise gone(self.rank) from error
 
@@ -145,8 +147,8 @@ class LinkControl(Control):
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link.sock, selectors.EVENT_READ, link)
-                with contextlib.suppress(WorkerDied):  # what it sent before it exited is read below
-                    link.send(ControlFrame(HERE, self._gathers, struct.pack("<d", patience)))
+                with contextlib.suppress(WorkerDied, WorkerHung):  # what it sent before it exited is read below
+                    link.send(ControlFrame(HERE, self._gathers, struct.pack("<d", patience)), patience)
                 self._read_frames(link, words)
             while len(words) < self._world and not dead and (rest := give_up - time.monotonic()) > 0:
                 for key, _ in selector.select(rest):
@@ -159,8 +161,8 @@ class LinkControl(Control):
         late = [] if dead else [rank for rank in range(self._world) if rank not in words]
         found = pickle.dumps((sorted(dead), late, patience, [words.get(rank, b"") for rank in range(self._world)]))
         for link in self._links.values():
-            with contextlib.suppress(WorkerDied):  # a rank whose data has arrived may exit
-                link.send(ControlFrame(ALL, self._gathers, found))
+            with contextlib.suppress(WorkerDied, WorkerHung):  # a rank whose data has arrived may exit
+                link.send(ControlFrame(ALL, self._gathers, found), MARGIN if link.rank in late else patience)
         return _gathered(found)
 
     def _read_frames(self, link: _Link, words: dict[int, bytes]) -> None:
@@ -170,7 +172,7 @@ class LinkControl(Control):
 
     def _contribute(self, data: bytes, patience: float) -> list[bytes]:
         with contextlib.suppress(WorkerDied):  # rank 0 may have sent the result already, and exited
-            self._links[0].send(ControlFrame(WORD, self._gathers, data))
+            self._links[0].send(ControlFrame(WORD, self._gathers, data), patience)
         give_up = time.monotonic() + patience
         while True:
             try:

@@ -23,12 +23,15 @@ from patchpar.launch.accelerators import (
     kind_of_card,
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
+from patchpar.launch.rendezvous import JOB
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TCP = "tcp://"
 LEAST_SECONDS = 0.01  # of a wait: 0 may mean no limit
+_STORES: dict[tuple[int | str | None, ...], Store] = {}
+"""torchrun's, by rank and job. They are kept: where torchrun has none, rank 0's process has the one of all ranks."""
 log = logging.getLogger(__name__)
 
 
@@ -145,9 +148,9 @@ def form_group_of_host(own: GroupRank, cards: Sequence[str]) -> None:
 
 
 def backend_for(cards: Sequence[str]) -> str:
-    """Return the backend for ranks that use these cards (`card_id`); empty if they have no GPU each."""
+    """Return the backend for ranks that use these cards (`card_id`); empty if they have no GPU each, or it is one."""
     kinds = {kind_of_card(card) for card in cards}
-    if len(kinds) > 1 or kinds == {""}:
+    if len(kinds) > 1 or kinds == {""} or len(cards) == 1:
         return ""
     backend = default_backend(kinds.pop())
     if backend in HOST_BACKENDS:
@@ -177,25 +180,30 @@ def check_default_group(device: str, cards: Sequence[str]) -> None:
 
 
 def _store_of_torchrun(own: GroupRank) -> Store:
-    """Return the store in which ranks find each other, with the deadline as the limit of a wait."""
-    from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
+    """Return the store in which ranks find each other, with the deadline as the limit of a wait.
+
+    Under a prefix that is new to all ranks: torchrun's store keeps what a group that has ended wrote there, such as the
+    addresses of its ranks, and ranks of another one would connect to these.
+    """
+    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # they are documented
 
     timeout = timedelta(seconds=own.deadline)
+    job = (own.rank, *(os.environ.get(name) for name in JOB))
     try:
-        store, _, _ = next(rendezvous("env://", own.rank, own.world_size, timeout=timeout))
+        if job not in _STORES:
+            _STORES[job], _, _ = next(rendezvous("env://", own.rank, own.world_size, timeout=timeout))
+        store = _STORES[job]
+        number = store.add(f"patchpar groups of rank {own.rank}", 1)  # all ranks have formed as many
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {own.rank} cannot reach torchrun's store within {own.deadline:g} s: {error}"
         ) from error
     store.set_timeout(timeout)
-    return store
+    return PrefixStore(f"patchpar group {number}", store)
 
 
 def _form_for_process(backend: str, store: Store, own: GroupRank) -> None:
-    """Make the default group for the rest of this process.
-
-    It outlives the executor: torchrun's store keeps old addresses, so that a second group in this process would hang.
-    """
+    """Make the default group for the rest of this process: the next executor uses it too, unless the script ends it."""
     _import_module_that_holds_default_group()
     form_group(backend, store, own)
     atexit.register(_leave_default_group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ CARD_CLASSES = ("0x03", "0x12")
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
 RAY = "ray"
+NUMBER = re.compile(r"-?\d+")
 ACCEPTED = (
     'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices; '
     '"xpu", "npu" and "mps" like "cuda"; "ray:8" (eight ranks on a Ray cluster)'
@@ -32,10 +34,14 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """One torch device name per rank, or RAY for each, and a note on how they were chosen."""
+    """One torch device name per rank, or RAY for each, and a note on how they were chosen.
+
+    `kind`: of ranks of torchrun, the type of device that each takes; empty: what its machine has.
+    """
 
     names: tuple[str, ...]
     note: str
+    kind: str = ""
 
     @property
     def are_on_ray(self) -> bool:
@@ -58,7 +64,7 @@ def resolve_devices(devices: object = "auto") -> Devices:
         return _from_list(devices)
     if is_whole(devices, float("-inf")):
         return _from_number(devices)
-    if type(devices).__module__ == "torch":
+    if _is_of_torch(devices):
         return _from_list([devices])
     if isinstance(devices, str):
         return _from_text(devices.strip())
@@ -72,9 +78,50 @@ def count_named(devices: object) -> int | None:
         return len(devices)
     if is_whole(devices, float("-inf")):
         return devices
+    text = str(devices).strip() if isinstance(devices, str) or _is_of_torch(devices) else ""
+    if "," in text:
+        return len(text.split(","))
+    kind, _, number = text.partition(":")
+    if kind in accelerators.KINDS and number:
+        return 1
+    number = number if kind in ("cpu", RAY) else text
+    return int(number) if NUMBER.fullmatch(number) else None
+
+
+def of_torchrun(devices: object, world: int) -> Devices:
+    """Return the devices of `world` ranks that torchrun has started, for an argument of `resolve_devices`.
+
+    Each takes the device of its LOCAL_RANK, so that the argument says no more than number and type. Raises PlanError
+    for another number, for devices that do not exist, and for those that such ranks do not take.
+    """
+    named = count_named(devices)
+    if named not in (None, world):
+        raise PlanError(
+            f"devices={devices!r} are {named}, and torchrun has started {world} rank{'s' * (world > 1)}, as RANK, "
+            f"WORLD_SIZE and LOCAL_RANK in the environment say: leave devices out, start {named} ranks, or unset "
+            "these variables"
+        )
+    kind = _kind_of_ranks(devices)
+    note = f"{world} ranks started by torchrun{f', on {kind}' if kind else ''}"
+    return Devices(names=("torchrun",) * world, note=note, kind=kind)
+
+
+def _kind_of_ranks(devices: object) -> str:
+    """Return the type of device that an argument names for ranks of torchrun; empty if it names none."""
+    devices = plain(devices)
     text = devices.strip() if isinstance(devices, str) else ""
-    number = text.partition(":")[2] if text.startswith(("cpu:", f"{RAY}:")) else text
-    return int(number) if number.isdigit() else len(text.split(",")) if "," in text else None
+    if is_whole(devices, float("-inf")) or text == "auto" or NUMBER.fullmatch(text):
+        return ""
+    found = resolve_devices(devices)
+    kind = accelerators.kind_of(found.names[0])
+    if found.are_on_ray or (kind != "cpu" and found.names != _gpus(kind, len(found.names)).names):
+        what = "these GPUs in this order" if kind != RAY else "a Ray cluster"
+        raise PlanError(
+            f"devices={devices!r} under torchrun, where each rank takes the GPU of its LOCAL_RANK, and not {what}: "
+            "leave devices out, or use 'cpu' or 'cuda'; CUDA_VISIBLE_DEVICES says which GPUs a process sees. Without "
+            "torchrun they can be named"
+        )
+    return kind
 
 
 def available_cores() -> int:
@@ -135,7 +182,7 @@ def _may_have_gpus() -> bool:
 def _from_text(text: str) -> Devices:
     if "," in text:
         return _from_list([part.strip() for part in text.split(",")])
-    if text.lstrip("-").isdigit():
+    if NUMBER.fullmatch(text):
         return _from_number(int(text))
     if text == "auto":
         kind, count = main_gpus()
@@ -146,7 +193,7 @@ def _from_text(text: str) -> Devices:
         return _gpus(text, count_of(text))
     kind, _, number = text.partition(":")
     if (kind == "cpu" and number) or kind == RAY:
-        return _counted(kind, int(number) if number.isdigit() else 0, text)
+        return _counted(kind, int(number) if number.isdecimal() else 0, text)
     return _from_list([text])
 
 
@@ -154,7 +201,7 @@ def _counted(kind: str, number: int, text: str) -> Devices:
     """Return the devices of "cpu:N" or "ray:N"; `number` is 0 where N is none."""
     if kind == RAY:
         return _on_ray(number, text)
-    if not text.partition(":")[2].isdigit():
+    if not text.partition(":")[2].isdecimal():
         raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
     return _cpu_workers(number, text)
 
@@ -189,19 +236,24 @@ def _from_list(devices: Sequence[object]) -> Devices:
 
 def _one_device(device: object) -> str:
     """Return torch's name for one device of a list. Raises PlanError."""
-    name = str(device) if type(device).__module__ == "torch" else device
+    name = str(device) if _is_of_torch(device) else device
     if not isinstance(name, str):
         raise PlanError(f"{device!r} in devices is a {type(device).__name__}; write it as 'cuda:{device}' or 'cpu'")
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
-    if kind in accelerators.KINDS and index.isdigit():
+    if kind in accelerators.KINDS and index.isdecimal():
         if int(index) >= count_of(kind):
             raise PlanError(f"device {name!r} does not exist: {_what_exists(kind)}")
         return f"{kind}:{int(index)}"
     if name in accelerators.KINDS:
         raise PlanError(f"{name!r} in devices names none of them: write '{name}:0', or devices={name!r} for all")
     raise PlanError(f"{name!r} is not a device; {ACCEPTED}")
+
+
+def _is_of_torch(device: object) -> bool:
+    """Return whether this is a torch.device, without importing torch."""
+    return type(device).__module__ == "torch"
 
 
 def _gpus(kind: str, number: int) -> Devices:

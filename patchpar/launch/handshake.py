@@ -20,9 +20,14 @@ PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
 # Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(*map(int, sys.argv[2:]))"
 # What torchrun sets for its ranks. A worker is a rank of its pool only.
-TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+TORCHRUN_VARIABLES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+TORCHRUN_PREFIX = "TORCHELASTIC_"
 INTERFACE = "NCCL_SOCKET_IFNAME"
-TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
+        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIX)
     }
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONUNBUFFERED"] = "1"

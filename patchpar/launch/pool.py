@@ -222,7 +222,7 @@ class WorkerPool:
 
         Idempotent; an interrupt is raised after the workers have ended.
         """
-        gone = [self._workers[rank] for rank in ranks if rank in self._workers]
+        gone = list(filter(None, map(self._workers.get, ranks)))  # another thread may end one meanwhile
         if not gone:
             return
         self._outdated.update(self.with_bound(list(ranks)) if self._is_single else self._all)

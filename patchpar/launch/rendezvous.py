@@ -125,7 +125,7 @@ def _connect(address: str, rank: int, world_size: int, give_up: float, deadline:
             link.connect(address)
             _introduce(link, rank, world_size)
             return link
-        except ConnectionRefusedError as error:  # it does not listen yet
+        except (ConnectionRefusedError, BlockingIOError) as error:  # it does not listen yet, or its queue is full
             link.close()
             if time.monotonic() > give_up:
                 raise LaunchError(f"rank 0 has not started within {deadline:g} s: did it exit or fail?") from error

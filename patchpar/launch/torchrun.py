@@ -10,12 +10,14 @@ import atexit
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from patchpar.errors import AuthenticationError, LaunchError, WorkerError, WorkerHung
 from patchpar.launch.accelerators import (
+    KINDS,
     card_id,
     device_count,
     is_accelerator,
@@ -25,13 +27,14 @@ from patchpar.launch.accelerators import (
     select_device,
 )
 from patchpar.launch.argument_mismatch import compare, described
-from patchpar.launch.control_group import REPLY_SECONDS, LinkControl
+from patchpar.launch.control_group import REPLY_SECONDS, Control, LinkControl
 from patchpar.launch.default_group import GroupRank, check_default_group, form_group_of_host
 from patchpar.launch.executor import CallAborted, EngineCall, IdleRank, check_deadline, longest_wait
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
 from patchpar.launch.inline import OwnProcessContext, OwnProcessExecutor
+from patchpar.launch.links import RankLink
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
 from patchpar.launch.shared_secret import NetworkTrust
@@ -77,8 +80,8 @@ class TorchrunExecutor(OwnProcessExecutor):
     Ranks of one host connect through sockets (see `rendezvous`). Between hosts, and where every rank has its own GPU,
     the default group of torch.distributed is used. If there is none, it is created for the rest of this process (see
     `default_group`). `deadline`: seconds that ranks may wait for one another. `device` overrides this rank's device,
-    such as "cpu" on a GPU machine. Between hosts all ranks need `secret_file`, the same secret (see `authentication`),
-    or `trusted_network`.
+    such as "cpu" on a GPU machine; of a type, such as "cuda", it is the one of LOCAL_RANK. Between hosts all ranks need
+    `secret_file`, the same secret (see `authentication`), or `trusted_network`.
     Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine, or in the secret;
     PlanError for a secret file that cannot be used.
     """
@@ -95,9 +98,7 @@ class TorchrunExecutor(OwnProcessExecutor):
         secret_file: str | Path | None = None,
         trusted_network: bool = False,
     ) -> None:
-        import torch.distributed as dist
-
-        check_deadline("deadline", deadline)
+        deadline = check_deadline("deadline", deadline)
         device = _own_device(device)
         rank, world_size = _rank_and_world_size()
         timeout = longest_wait(deadline)
@@ -106,9 +107,21 @@ class TorchrunExecutor(OwnProcessExecutor):
         self._control, self._links = connection.control, connection.links
         self._owner = os.getpid()
         change_in_children(self)
-        atexit.register(self._leave)  # runs before the default group is destroyed, which the control group needs
-        facts = self._facts_of_all(engine, own, deadline)
-        super().__init__([fact.pop("device") for fact in facts], engine, deadline)
+        # Also of an executor that nobody has closed; and before the default group ends, which the control group needs.
+        self._leave = weakref.finalize(self, _leave, self._control, (self._links or {}).values(), self._owner)
+        atexit.register(self._leave)
+        try:
+            self._join(engine, own, connection)
+        except BaseException:  # the other ranks would wait for this one
+            self._leave()
+            raise
+
+    def _join(self, engine: str, own: GroupRank, connection: TorchrunConnection) -> None:
+        """Compare this rank's facts with those of the others, and form their default group where they need one."""
+        import torch.distributed as dist
+
+        facts = self._facts_of_all(engine, own)
+        super().__init__([fact.pop("device") for fact in facts], engine, own.deadline)
         cards = [fact.pop("card") for fact in facts]
         self.random_widths = tuple(int(fact.pop("random width")) for fact in facts)
         for other, fact in enumerate(facts):
@@ -118,15 +131,17 @@ class TorchrunExecutor(OwnProcessExecutor):
             form_group_of_host(own, cards)
         if not dist.is_initialized():
             connection = connection.without_seal()
-        check_default_group(device, cards)
+        check_default_group(own.device, cards)
         self._out_of_step = ""  # why no further call is possible
-        self._context = TorchrunContext(rank, self.devices, connection)
+        self._context = TorchrunContext(own.rank, self.devices, connection)
 
-    def _facts_of_all(self, engine: str, own: GroupRank, deadline: float) -> list[dict[str, str]]:
+    def _facts_of_all(self, engine: str, own: GroupRank) -> list[dict[str, str]]:
         """Return of each rank what has to be equal, its device, and the id of its card."""
-        facts = {**versions(), "engine": engine, "device": own.device, "card": card_id(own.device)}
-        facts["random width"] = str(random_width(own.device))
-        return [json.loads(fact) for fact in self._control.gather(json.dumps(facts).encode(), deadline)]
+        import torch
+
+        facts = {**versions(), "torch": str(torch.__version__), "engine": engine, "device": own.device}
+        facts |= {"card": card_id(own.device), "random width": str(random_width(own.device))}
+        return [json.loads(fact) for fact in self._control.gather(json.dumps(facts).encode(), own.deadline)]
 
     def after_fork(self) -> None:
         """See Forkable. Otherwise other ranks would consider this one alive while a child of it runs."""
@@ -193,6 +208,7 @@ class TorchrunExecutor(OwnProcessExecutor):
             raise type(error)(f"{error} ({method}; {self._where()}){more}", rank=error.rank) from own or error
         if any(failures):
             points = b"" if isinstance(result, IdleRank) else str(self._context.beats - before).encode()
+            self._out_of_step = f"{method} failed, and not every rank has said how far it came"  # if this one raises
             self._out_of_step = _step_lost(method, failures, self._control.gather(points, patience))
         cause = next((rank for rank, failure in enumerate(failures) if _is_cause(failure)), None)
         if own is not None and (cause is None or _is_cause(failures[self.rank])):
@@ -222,11 +238,12 @@ class TorchrunExecutor(OwnProcessExecutor):
         self._leave()
         atexit.unregister(self._leave)
 
-    def _leave(self) -> None:
-        if os.getpid() == self._owner:  # a forked child must not leave the group
-            self._control.leave()
-            for link in (self._links or {}).values():
-                link.close()
+
+def _leave(control: Control, links: Iterable[RankLink], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child must not leave the group
+        control.leave()
+        for link in links:
+            link.close()
 
 
 def _step_lost(method: str, failures: Sequence[RemoteError | None], points: Sequence[bytes]) -> str:
@@ -265,10 +282,14 @@ def _is_cause(failure: RemoteError | None) -> bool:
 
 
 def _own_device(device: str | None) -> str:
-    """Return this rank's device, which is the current one from now on. `device`: what the script asks for."""
-    if device is None:
-        kind = main_kind()
-        cards, local_rank = device_count(kind) if kind else 0, int(os.environ.get("LOCAL_RANK", "0"))
-        device = f"{kind}:{local_rank % cards}" if cards else "cpu"
-    select_device(device)
-    return device
+    """Return this rank's device, which is the current one from now on. `device`: what the script asks for.
+
+    Raises LaunchError for a type of device that this process has none of.
+    """
+    kind = main_kind() if device is None else device
+    cards = device_count(kind) if kind in KINDS else 0
+    if kind in KINDS and not cards:
+        raise LaunchError(f"device={device!r}: this process sees no device of this type: use 'cpu', or leave it out")
+    own = f"{kind}:{int(os.environ.get('LOCAL_RANK', '0')) % cards}" if cards else device or "cpu"
+    select_device(own)
+    return own

@@ -103,13 +103,17 @@ class WorkerExecutor(Executor):
 
     def _refuse(self, call: EngineCall) -> None:
         """Raise LaunchError for a call within a call, PlanError for one on no ranks."""
-        if self._locks.are_held_here:
-            raise LaunchError(
-                "a function that is called during a call, such as a callback, cannot make another one: do so when the "
-                "current call has returned"
-            )
+        self._refuse_within_call("make another one")
         if not call.ranks:
             raise PlanError(f"all {self.world_size} ranks are released: take one back first")
+
+    def _refuse_within_call(self, what: str) -> None:
+        """Raise LaunchError if this thread holds the ranks of a call: it would wait for itself."""
+        if self._locks.are_held_here:
+            raise LaunchError(
+                f"a function that is called during a call, such as a callback, cannot {what}: do so when the current "
+                "call has returned"
+            )
 
     def _left_out(self, call: EngineCall) -> frozenset[int]:
         """Return the ranks that have been released, by a call on all ranks."""
@@ -118,10 +122,12 @@ class WorkerExecutor(Executor):
     def release(self, rank: int) -> None:
         """End the worker of a rank once its call has ended, and leave it out of calls that name no ranks.
 
-        Raises PlanError for a rank that does not exist. Workers of a default group are lost together.
+        Raises PlanError for a rank that does not exist, LaunchError within a call. Workers of a default group are lost
+        together.
         """
         check_owner(self._owner)
         self.check_ranks((rank,))
+        self._refuse_within_call("release a rank")
         with self._locks.holding([rank]):
             self._check_open()
             self._released.add(rank)

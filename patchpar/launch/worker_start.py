@@ -84,7 +84,7 @@ class LocalStarter:
         start = WorkerStart(
             starter=fork_worker if spec.start_method == "forkserver" else FreshProcess,
             environment=worker_environment(threads),
-            path=tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT),
+            path=_module_path(),
             modules=(spec.engine.partition(":")[0], *spec.preload, *(["torch"] if world > 1 else [])),
             speakers=speakers,
         )
@@ -103,3 +103,9 @@ class LocalStarter:
                 with contextlib.suppress(ChannelClosed, TimeoutError):  # noticed when the request is sent
                     worker.channel.send(ChannelFrame(FrameKind.LINK, 0, message))
                 message.close()
+
+
+def _module_path() -> tuple[str, ...]:
+    """Return where workers look for modules: where this process does, which passes over entries that are no text."""
+    path = [each for each in sys.path if isinstance(each, str)]
+    return tuple(path) if PACKAGE_ROOT in path else (*path, PACKAGE_ROOT)

@@ -7,7 +7,7 @@ from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.accelerators import is_accelerator
-from patchpar.launch.devices import Devices, count_named, resolve_devices
+from patchpar.launch.devices import Devices, of_torchrun, resolve_devices
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
@@ -58,6 +58,7 @@ class PipelineOptions:
             found = TorchrunExecutor(
                 ENGINE,
                 deadline=self.deadline,
+                device=self.devices.kind or None,
                 secret_file=self.secret_file,
                 trusted_network=self.trusted_network,
             )
@@ -195,14 +196,7 @@ def plan_of(plan: object) -> Plan | None:
 def _devices_of(devices: object, plan: Plan | None) -> Devices:
     world = torchrun_world()
     if world is not None:
-        named = count_named(devices)
-        if named not in (None, world):
-            raise PlanError(
-                f"devices={devices!r} are {named}, and torchrun has started {world} rank{'s' * (world > 1)}, as RANK, "
-                f"WORLD_SIZE and LOCAL_RANK in the environment say: leave devices out, start {named} ranks, or unset "
-                "these variables"
-            )
-        found = Devices(names=("torchrun",) * world, note=f"{world} ranks started by torchrun")
+        found = of_torchrun(devices, world)
     elif plan is not None and devices == "auto":
         found = resolve_devices(plan.world_size)
     else:

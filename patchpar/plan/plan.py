@@ -33,7 +33,11 @@ SPLITS = ("auto", "rows", "columns")
 WEIGHTS = ("whole", "sharded", "hosted")
 NUMBERS = (*AXIS_MEANINGS, "resident")
 ENCODERS = ("auto", "all", "one")
+MOST_DEGREE = 100_000
+"""More than any machine has; lists of what divides a degree, and the like, stay short."""
 MOST_PART = 1000
+MOST_DIGITS = 10
+"""Of a number in a text: Python reads no number of thousands of digits."""
 MEASURED = "measured"
 """The ratio that a pipeline finds by a short run of its first call."""
 SINGLE = "single"
@@ -72,8 +76,11 @@ class Plan:
         make_plain(self)
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
         for name, degree in self.degrees().items():
-            if not is_whole(degree):
-                raise PlanError(f"{name}={degree!r}: the degree of an axis is a whole number of at least 1")
+            if not is_whole(degree, most=MOST_DEGREE):
+                raise PlanError(
+                    f"{name}={degree!r}: the degree of an axis is a whole number of at least 1, and at most "
+                    f"{MOST_DEGREE:,}"
+                )
         if self.split not in SPLITS:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
         if self.encoders not in ENCODERS:
@@ -257,8 +264,8 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 def _value(name: str, value: str) -> int | str | tuple[int, ...]:
     if name == "ratio" and value != MEASURED:
-        if not all(part.isdecimal() for part in value.split(":")):
-            raise PlanError(f"ratio={value}: numbers with colons between, as in patch=2,ratio=3:1, or measured")
+        if not all(part.isdecimal() and len(part) < MOST_DIGITS for part in value.split(":")):
+            raise PlanError(f"ratio={value:.80}: numbers with colons between, as in patch=2,ratio=3:1, or measured")
         return tuple(map(int, value.split(":")))
     return _number(name, value) if name in NUMBERS else value
 

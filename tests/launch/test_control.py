@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerHung
+from patchpar.launch import control_group
 from patchpar.launch.control_group import LinkControl
 from patchpar.launch.executor import CallAborted
 
@@ -71,6 +72,35 @@ def test_who_is_too_late_is_named_on_all_and_hears_it_too(controls):
     assert all(isinstance(error, WorkerHung) and error.rank == 2 for error in errors)
     assert "rank 2 has not finished within 0 s of rank 0" in str(errors[1])
     assert on_all(controls, lambda control, rank: control.gather(b"again", PATIENCE)) == [[b"again"] * 3] * 3
+
+
+def test_a_rank_that_reads_nothing_holds_up_no_other(controls, monkeypatch):
+    """What the others have said is more than fits between two processes: rank 0 would wait until it is read."""
+    monkeypatch.setattr(control_group, "MARGIN", 0.2)
+    have_judged, is_over = threading.Barrier(2), threading.Event()
+
+    def work(control, rank):
+        if rank == 2:
+            found = is_over.wait(PATIENCE)
+            control.leave()
+            return found
+        try:
+            return control.gather(b"x" * 5_000_000 if rank else b"", 0.5)
+        finally:
+            have_judged.wait(PATIENCE)
+            is_over.set()
+
+    *errors, in_time = on_all(controls, work)
+    assert in_time
+    assert all(isinstance(error, WorkerHung) and error.rank == 2 for error in errors)
+
+
+def test_rank_0_reads_nothing(controls):
+    too_late = threading.Timer(PATIENCE, controls[0].leave)
+    too_late.start()
+    with pytest.raises(WorkerHung, match="rank 0 has not read a message for 0 s"):
+        controls[1].gather(b"x" * 5_000_000, 0.2)
+    too_late.cancel()
 
 
 @pytest.mark.parametrize("leaver", [0, 1])

@@ -39,6 +39,7 @@ def made(monkeypatch):
         (["cuda A", "cuda A"], ""),
         (["cuda A", "cuda B", "cuda A"], ""),
         (["cuda A", ""], ""),
+        (["cuda A"], ""),
         (["cuda A", "xpu B"], ""),
         (["mps A", "mps B"], ""),
         (["", ""], ""),
@@ -99,6 +100,35 @@ def test_ranks_that_see_one_gpu_each_have_one_each(monkeypatch, made):
         assert gpus[rank].log == ["set cuda:0"]
         executor.close()
     assert default_group.os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(("device", "found"), [("cpu", ["cpu", "cpu"]), ("cuda", ["cuda:1", "cuda:1"])])
+def test_the_type_of_device_that_the_script_asks_for(monkeypatch, made, device, found):
+    """Of GPUs it is still the one of LOCAL_RANK."""
+    gpus = [FakeGpus(["A", "B"]), FakeGpus(["C", "D"])]
+    for executor in ranks_of_torchrun(monkeypatch, gpus, local_rank=1, device=device):
+        assert list(executor.devices) == found
+        executor.close()
+    assert bool(made) is (device == "cuda")
+
+
+def test_a_type_of_device_that_is_not_there(monkeypatch):
+    for error in ranks_of_torchrun(monkeypatch, [FakeGpus([])] * 2, device="cuda"):
+        assert isinstance(error, LaunchError)
+        assert "device='cuda': this process sees no device of this type: use 'cpu'" in str(error)
+
+
+def test_each_group_has_a_part_of_the_store_of_its_own(monkeypatch, made):
+    """A script may end the first one: what it has left there would be read by the next, which would hang."""
+    store, stores = dist.HashStore(), []
+    monkeypatch.setenv("MASTER_PORT", "of this test")
+    monkeypatch.setattr(dist, "rendezvous", lambda *args, **options: iter([(store, 0, 1)]))
+    alone = replace(OWN, world_size=1, device="cpu")
+    for _ in range(2):
+        default_group.form_group_between_hosts(alone)
+        stores.append(made[0][1]["store"])
+    stores[0].set("address", "of the first group")
+    assert [each.check(["address"]) for each in stores] == [True, False]
 
 
 def test_ranks_that_see_the_same_gpu_share_it(monkeypatch, made):

@@ -8,7 +8,7 @@ import torch
 
 from patchpar.errors import PlanError
 from patchpar.launch import accelerators, devices
-from patchpar.launch.devices import resolve_devices
+from patchpar.launch.devices import of_torchrun, resolve_devices
 
 
 @pytest.fixture
@@ -103,6 +103,8 @@ def test_a_gpu_is_shared_only_on_request(three_gpus, asked):
         (-2, "at least 1"),
         ("cpu:0", "between 1 and 16"),
         ("cpu:x", "'cpu:4'"),
+        ("cpu:²", "'cpu:4'"),
+        ("--2", "'--2' is not a device"),
         (1000, r"between 1 and 16 CPU workers can run on 2 cores"),
         ("cuda", "no GPU of type 'cuda' here, only the CPU"),
         ("xpu", "no GPU of type 'xpu' here, only the CPU"),
@@ -138,6 +140,48 @@ def test_what_cannot_be_without_a_gpu(no_gpu, asked, says):
 def test_what_cannot_be_with_gpus(three_gpus, asked, says):
     with pytest.raises(PlanError, match=says):
         resolve_devices(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ("auto", ""),
+        (2, ""),
+        ("2", ""),
+        ("cpu", "cpu"),
+        ("cpu:2", "cpu"),
+        (["cpu", "cpu"], "cpu"),
+        (torch.device("cpu"), "cpu"),
+        ("cuda", "cuda"),
+        (["cuda:0", "cuda:1"], "cuda"),
+        ("cuda:0,cuda:1", "cuda"),
+    ],
+    ids=str,
+)
+def test_ranks_of_torchrun_take_devices_of_the_type_that_is_asked_for(three_gpus, asked, kind):
+    found = of_torchrun(asked, 2)
+    assert (found.names, found.kind) == (("torchrun",) * 2, kind)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (3, "are 3, and torchrun has started 2 ranks"),
+        ("cpu:4", "are 4, and torchrun has started 2 ranks"),
+        ("cuda:1", "are 1, and torchrun has started 2 ranks"),
+        (torch.device("cuda", 0), "are 1, and torchrun has started 2 ranks"),
+        (["cuda:1", "cuda:0"], "the GPU of its LOCAL_RANK, and not these GPUs in this order: .*CUDA_VISIBLE_DEVICES"),
+        ("cuda:0,cuda:2", "the GPU of its LOCAL_RANK, and not these"),
+        ("ray:2", "not a Ray cluster: leave devices out"),
+        ("xpu", "no GPU of type 'xpu'|there are"),
+        ("gpu", "'gpu' is not a device"),
+        (None, "a NoneType"),
+    ],
+    ids=str,
+)
+def test_devices_that_ranks_of_torchrun_would_not_take_are_refused(three_gpus, asked, says):
+    with pytest.raises(PlanError, match=says):
+        of_torchrun(asked, 2)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU, so torch is needed to count")

@@ -55,7 +55,10 @@ def test_cores_are_shared_out(monkeypatch):
 def test_workers_do_not_take_themselves_for_ranks_of_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
+    for name in ("LOCAL_MODELS", "GROUP_TOKEN", "ROLE_ARN"):
+        monkeypatch.setenv(name, "the user's own")
     environment = worker_environment(3)
+    assert [environment.get(name) for name in ("LOCAL_MODELS", "GROUP_TOKEN", "ROLE_ARN")] == ["the user's own"] * 3
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["PATH"] == os.environ["PATH"]

@@ -1,14 +1,30 @@
 """After a failed call under torchrun: another one if no message can be in flight between ranks, else a refusal."""
 
+import contextlib
+import gc
+import itertools
+import weakref
+from pathlib import Path
+
 import pytest
 
 from patchpar.errors import AuthenticationError, ExchangeError, LaunchError, WorkerHung
+from patchpar.launch import torchrun
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.torchrun import _is_cause, _step_lost
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import on_ranks, ranks_of_torchrun
 
 in_a_hurry = pytest.mark.parametrize("call", [0.5], ids=["deadline 0.5 s"], indirect=True)
+
+
+def open_sockets():
+    """The number of sockets that this process has open."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found
 
 
 @pytest.fixture
@@ -73,6 +89,51 @@ def test_ranks_that_were_interrupted_are_refused(monkeypatch):
         assert f"rank was ended by a KeyboardInterrupt on rank {rank}" in str(error)
     for executor in executors:
         executor.close()
+
+
+def test_ranks_of_which_one_does_not_say_how_far_it_came_are_refused(monkeypatch):
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=20.0)
+    for executor in executors:
+        gather, gathers = executor._control.gather, itertools.count()
+
+        def fails(data, patience, gather=gather, gathers=gathers):
+            if next(gathers) == 2:  # after the arguments, and the failures
+                raise WorkerHung("rank 1 has not finished")
+            return gather(data, patience)
+
+        monkeypatch.setattr(executor._control, "gather", fails)
+    assert [type(each) for each in on_ranks(lambda rank: executors[rank].call("out_of_step"), range(2))] == [
+        WorkerHung
+    ] * 2
+    for error in on_ranks(lambda rank: executors[rank].call("rank"), range(2)):
+        assert isinstance(error, LaunchError)
+        assert "out_of_step failed, and not every rank has said how far it came" in str(error)
+    for executor in executors:
+        executor.close()
+
+
+def test_ranks_that_cannot_start_together_leave_nothing_open(monkeypatch):
+    """A script may try again, and what it holds of the first error would keep the sockets."""
+    numbers = itertools.count()
+    monkeypatch.setattr(torchrun, "versions", lambda: {"patchpar": str(next(numbers))})
+    before = open_sockets()
+    errors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])])
+    assert all("use the same versions" in str(error) for error in errors)
+    assert open_sockets() == before
+
+
+def test_an_executor_that_nobody_closes_is_freed_with_its_engine(monkeypatch):
+    """And with the model that it has on a GPU, not only when the script ends."""
+
+    def engines():
+        executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])])
+        assert on_ranks(lambda rank: executors[rank].call("rank"), range(2)) == [[0, None], [None, 1]]
+        return [weakref.ref(executor._engine) for executor in executors], open_sockets()
+
+    found, while_open = engines()
+    gc.collect()
+    assert [engine() for engine in found] == [None, None]
+    assert open_sockets() == while_open - 4, "the ends of the links between two ranks, and of their control"
 
 
 def test_a_failed_exchange_leaves_messages_even_where_all_ranks_are_at_the_same_point():

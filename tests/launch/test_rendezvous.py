@@ -1,5 +1,6 @@
 """How ranks that torchrun has started find each other on one host, and nobody else gets in."""
 
+import errno
 import os
 import secrets
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -109,6 +111,20 @@ def test_another_users_socket_is_not_connected_to(name, monkeypatch):
             meet(name, 1, 2, 5.0)
         with pytest.raises(LaunchError, match=r"rank 0 cannot connect to the others .*: Address already in use"):
             meet(name, 0, 2, 5.0)
+
+
+def test_a_queue_of_strangers_is_waited_for_as_long_as_any_rank(name):
+    """A Unix socket refuses who does not fit into its queue at once."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind("\0" + name)
+        listener.listen(0)
+        strangers = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(8)]
+        for each in strangers:
+            each.setblocking(False)
+        assert errno.EAGAIN in {each.connect_ex("\0" + name) for each in strangers}
+        with pytest.raises(LaunchError, match=r"rank 0 has not started within 0\.2 s"):
+            meet(name, 1, 2, 0.2)
 
 
 def test_a_process_that_says_nonsense_is_sent_away(name):

@@ -60,6 +60,14 @@ def test_a_change_that_fails_half_way_on_all_ranks_is_kept_by_none(pool: LocalEx
     replaces.extend(range(WORLD))
 
 
+def test_a_callback_cannot_release_a_rank_of_its_own_call(pool: LocalExecutor, replaces: list[int]) -> None:
+    """It would wait for the end of the call, and the call for it."""
+    with pytest.raises(LaunchError, match="such as a callback, cannot release a rank: do so when the current call has"):
+        pool.call("count", 1, on_event=lambda rank, event: pool.release(1))
+    assert pool.in_service == tuple(range(WORLD))
+    replaces.extend(range(WORLD))
+
+
 def test_ranks_of_a_call_are_those_it_names_in_its_order(pool: LocalExecutor) -> None:
     assert pool.call("rank", ranks=(3, 1)) == [3, 1]
     assert pool.call("ranks", ranks=[np.int64(2), 0]) == [(2, 0)] * 2

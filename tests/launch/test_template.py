@@ -94,6 +94,14 @@ def test_what_a_worker_takes_over_is_that_of_its_start(own, monkeypatch):
     assert len(pids_of(own)) == 2
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_paths_that_are_no_text_are_passed_over_as_python_does(monkeypatch, tmp_path, method):
+    """As scripts write them: sys.path.insert(0, Path(__file__).parent)."""
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    with LocalExecutor(["cpu"], PLAIN, start_method=method) as executor:
+        assert executor.call("rank") == [0]
+
+
 @pytest.mark.parametrize("method", first_of(METHODS, "forkserver"))
 def test_generators_of_workers_are_seeded_as_in_new_processes(method):
     with LocalExecutor(["cpu"] * 2, PLAIN, start_method=method) as executor:

@@ -124,7 +124,8 @@ def distant(tmp_path_factory):
 def test_ranks_on_several_hosts_know_one_another_by_a_secret(distant):
     for rank, saw in enumerate(distant):
         assert saw["backend"] == "gloo"
-        for name, is_sealed in (("secret", True), ("trusted", False), ("secret again", True)):
+        cases = {"secret": True, "trusted": False, "secret again": True, "in a new group": True}
+        for name, is_sealed in cases.items():
             found = saw[name]
             assert found["sealed"] == [is_sealed, is_sealed]
             assert found["links"] is False, "they do not share a host"

@@ -13,12 +13,15 @@ from tests.launch.fake_gpus import FakeGpus
 PLAIN = "tests.launch.plain:PlainEngine"
 
 
-def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0, **options):
-    """Return an executor for each rank. `gpus`: the FakeGpus that each sees. `one_host`: whether torchrun says so."""
+def ranks_of_torchrun(monkeypatch, gpus, *, one_host=True, deadline=20.0, local_rank=0, **options):
+    """Return an executor for each rank. `gpus`: the FakeGpus that each sees. `one_host`: whether torchrun says so.
+
+    `local_rank`: of all of them, which have one environment.
+    """
     own, store = threading.local(), dist.HashStore()
     monkeypatch.setenv("MASTER_PORT", f"{os.getpid()}-{id(gpus)}")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(gpus)) if one_host else "1")
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is as before when the test has ended
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     monkeypatch.setattr(torchrun, "_rank_and_world_size", lambda: (own.rank, len(gpus)))

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from diffusers.models.attention import BasicTransformerBlock
 
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
 from patchpar.launch.devices import count_named
+from patchpar.pipeline import startup
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
@@ -100,8 +102,27 @@ def test_devices_that_torchrun_has_not_started(
         monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match=says("devices=", "are 4", "torchrun has started 1 rank,", "unset")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices=devices)
-    for other in ("auto", "cpu", "cuda", 1, "cpu:1"):
+    for other in ("auto", "cpu", "cuda", 1, "cpu:1", "cuda:0"):
         assert count_named(other) in (None, 1)
+
+
+@pytest.mark.parametrize(("devices", "kind"), [("auto", None), (2, None), ("cpu", "cpu"), ("cpu:2", "cpu")])
+def test_ranks_of_torchrun_are_on_the_type_of_device_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, devices: object, kind: str | None
+) -> None:
+    """A machine with GPUs had them on these, whatever was asked for."""
+    asked = []
+
+    def made(engine: str, **options: Any) -> Any:
+        asked.append(options["device"])
+        return SimpleNamespace(start=lambda: None)
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(startup, "TorchrunExecutor", made)
+    times = {"deadline": 1.0, "start_timeout": 1.0, "start_method": "auto"}
+    startup.check_request(devices, "auto", **times, verify=True, vae="auto").executor()
+    assert asked == [kind]
 
 
 @pytest.mark.usefixtures("no_start")

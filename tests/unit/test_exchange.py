@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.exchange_part import edges_part, moments_part
-from patchpar.comm.transport import Messages, TensorSpec, Work
+from patchpar.comm.exchange_part import ExchangeScope, edges_part, moments_part, start_messages
+from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
 from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
 
@@ -55,6 +56,27 @@ def test_equal_parts_come_stacked(world: int) -> None:
     for received, *num_bytes in along(world, run):
         assert torch.equal(received, wanted)
         assert num_bytes == [(world - 1) * 40] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bulk", "way"),
+    [((2, 2), True, "gather"), ((9, 1), True, "exchange of bulk"), ((9, 1), False, "messages")],
+)
+def test_uneven_parts_for_the_next_step_do_not_queue_before_those_of_this_one(
+    sizes: tuple[int, int], bulk: bool, way: str
+) -> None:
+    """Messages of their own go through the groups of what this step needs."""
+    collectives: Any = SimpleNamespace(
+        covers=lambda ranks: True,
+        gather_messages=lambda *_, bulk: "gather",
+        exchange=lambda *_, bulk, memory: f"exchange{' of bulk' * bulk}",
+    )
+    transport: Any = SimpleNamespace(collectives=collectives, send_recv=lambda *_: "messages")
+    axis = Mesh(0, range(2), patch=2)["patch"]
+    own, other = (part(rank, rows) for rank, rows in enumerate(sizes))
+    outgoing, incoming = [Outgoing((1,), (own,))], [Incoming(1, (TensorSpec.of(other),))]
+    scope = ExchangeScope(axis, to_all=True, bulk=bulk)
+    assert start_messages(transport, "here", outgoing, incoming, scope) == way
 
 
 @pytest.mark.parametrize("dim", [1, -2])

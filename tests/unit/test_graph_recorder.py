@@ -90,6 +90,32 @@ def test_messages_in_a_graph_are_neither_timed_nor_asked_for(graphs: Graphs) -> 
     assert not line.waits._awaited
 
 
+@pytest.mark.parametrize("fails", ["batch_isend_irecv", "wait"])
+def test_what_nccl_refuses_in_a_capture_is_no_failed_exchange(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Nothing has been sent: the ranks go on without graphs, through the same groups."""
+    line = transport()
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("NCCL: operation not permitted when stream is capturing\nand more")
+
+    with monkeypatch.context() as patch:
+        if fails == "wait":
+            graphs.gpu.__dict__["broken"] = "NCCL: operation not permitted when stream is capturing"
+        else:
+            patch.setattr(torch.distributed, fails, refuse)
+        with pytest.raises(CaptureRefused, match="the device refuses the capture: NCCL: operation not permitted when"):
+            recorder_for(line).capture(lambda: exchanged(line), "a step")
+    graphs.gpu.__dict__.pop("broken", None)
+    assert "abort" not in graphs.gpu.enqueued
+    assert exchanged(line), "the transport can still be used"
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", refuse)
+    with pytest.raises(ExchangeError, match="cannot exchange messages"):
+        exchanged(line)
+    assert "abort" in graphs.gpu.enqueued, "control: outside of a capture it is one"
+
+
 def test_each_replay_has_one_deadline(graphs: Graphs) -> None:
     line = transport()
     found = recorder_for(line).capture(lambda: "prediction", "rank 2, a step")

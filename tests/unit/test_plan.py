@@ -47,6 +47,9 @@ def test_degrees_multiply_to_the_devices() -> None:
         ("cfg=two", "cfg=two: .*whole number"),
         ("patch=0", "patch=0: .*at least 1"),
         ("patch=-2", "patch=-2: .*at least 1"),
+        ("patch=100001", "patch=100001: .*at least 1, and at most 100,000"),
+        (f"patch={'9' * 5000}", "patch=9.*whole number"),
+        (f"patch=2,ratio={'9' * 5000}:1", "ratio=9.*: numbers with colons between"),
         ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
         ("patch=2,weights=split", "weights='split': use one of whole, sharded, hosted"),
         (

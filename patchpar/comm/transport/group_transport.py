@@ -30,12 +30,17 @@ class GroupTransport(Poisonable):
     def _start(
         self, handle: Handle[T], begin: Begin, buffers: Buffers, incoming: Sequence[Incoming], where: str
     ) -> TorchWork[T]:
-        """Begin operations whose messages come in `buffers`, and return their handle. Raises ExchangeError."""
+        """Begin operations whose messages come in `buffers`, and return their handle. Raises ExchangeError.
+
+        While a graph is captured, what the backend refuses is raised as it is: see `StreamWaits.are_captured`.
+        """
         if self.is_poisoned:
             self.check(where)
         try:
             return handle(self, begin(), buffers, incoming, where)
         except RuntimeError as error:  # of torch: a peer is gone, or the group was aborted
+            if self.waits is not None and self.waits.are_captured:
+                raise
             text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
             self.poison(text)
             raise ExchangeError(text) from error

@@ -179,6 +179,11 @@ class StreamWaits:
             finally:
                 self._captures = False
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether a graph is captured now: nothing is sent, so that an error leaves no message between ranks."""
+        return self._captures
+
     def add_graph(self, graph: Any) -> None:
         """Note a captured graph in which works are awaited."""
         with self._lock:

@@ -84,6 +84,8 @@ class TorchWork(Work[T]):
             else:
                 self._block(timedelta(seconds=transport.deadline))
         except RuntimeError as error:
+            if transport.waits is not None and transport.waits.are_captured:
+                raise
             text = f"{missing()} within {transport.deadline:g} s ({error})"
             transport.poison(text)
             raise ExchangeError(text) from error
