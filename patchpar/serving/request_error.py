@@ -18,7 +18,7 @@ class RequestError(PatchparError):
     """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients.
 
     `is_final`: the same request would only fail again, or be made twice: OpenAI's clients repeat others with the
-    statuses 409, 429 and 5xx by themselves.
+    statuses 408, 409, 429 and 5xx by themselves.
     """
 
     def __init__(

@@ -324,7 +324,7 @@ def test_a_body_that_does_not_go_on_is_given_up(
     error = json.loads(answer["body"])["error"]
     assert (start["status"], error["code"]) == (408, "upload_too_slow")
     assert f"{len(body)} bytes of the body have come in " in error["message"]
-    assert (b"connection", b"close") in start["headers"]
+    assert {(b"connection", b"close"), (b"x-should-retry", b"false")} <= set(start["headers"])
     assert len(fake.calls) == calls
 
 

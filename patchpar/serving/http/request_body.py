@@ -145,6 +145,7 @@ async def _limited(request: Request, most: int) -> AsyncGenerator[bytes, None]:
                 f"{SLOWEST} bytes a second, or a smaller one",
                 status=TOO_SLOW,
                 code="upload_too_slow",
+                is_final=True,
             ) from None
         length += len(part)
         if length > most:
