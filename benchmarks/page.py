@@ -5,9 +5,9 @@ python -m benchmarks.page docs/figures/*.md      # the JSON of pages that are th
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,16 @@ def _unescaped(cell: str) -> str:
     return cell.strip().replace("\\|", "|")
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the JSON of pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path, help="Markdown files")
+    pages = parser.parse_args(arguments).pages
+    if absent := [str(page) for page in pages if not page.is_file()]:
+        parser.error(f"there is no {', no '.join(absent)}")
+    for page in pages:
+        write_page(page.read_text(), page)
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        write_page(Path(name).read_text(), Path(name))
+    main()

@@ -1,7 +1,8 @@
 """One process with one thread against two ranks with one thread each, step by step in turn, in one run.
 
     python -m benchmarks.scaling                      both models, cfg=2 and patch=2 with every strategy
-    python -m benchmarks.scaling --model embedded --case patch=2 --repeats 15 --write docs/figures/scaling.md
+    python -m benchmarks.scaling --write docs/figures/scaling.md
+    python -m benchmarks.scaling --model embedded --case patch=2 --repeats 15      one row: do not --write it
 
 A step is one denoiser call with guidance on (batch 2). `large` is an SDXL-type UNet with random weights whose step
 takes a second or more on one core; `embedded` is the trained model at 512 x 512. Rank 0 runs the plain step while

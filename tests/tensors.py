@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,3 +36,25 @@ def _difference(got: Tensor, want: Tensor) -> Tensor:
     off = got.double() - want.double()
     assert off.isfinite().all(), "a number that is not finite is compared"
     return off
+
+
+class Elsewhere(Tensor):
+    """Stands for a tensor on a device that is not there: its values can only be copied to the host."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what reads values, but for copies."""
+        is_copy = func is Tensor.cpu or (func is Tensor.to and "cpu" in args[1:])
+        if is_copy:
+            return super().__torch_function__(func, types, args, kwargs or {}).as_subclass(Tensor)
+        if func not in KNOWN and getattr(func, "__name__", "") != "__get__":  # properties such as shape
+            raise RuntimeError("expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+KNOWN = (Tensor.is_floating_point, Tensor.detach, Tensor.to, Tensor.requires_grad_, Tensor.as_subclass, Tensor.clone)
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    """Return a tensor as if it were on another device, of the same shape."""
+    return x.as_subclass(Elsewhere)

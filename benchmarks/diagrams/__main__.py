@@ -5,7 +5,8 @@ python -m benchmarks.diagrams
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.diagrams.bands import halos, icon, overview, vae
@@ -33,8 +34,10 @@ DIAGRAMS: dict[str, Callable[[], str]] = {
 }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write every diagram."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     for name, generate in DIAGRAMS.items():
         (FOLDER / f"{name}.svg").write_text(generate())
 

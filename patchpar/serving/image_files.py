@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from patchpar.serving.folder_lock import FolderLock
 from patchpar.serving.image_request import OutputFormat
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import KeptResults
@@ -23,11 +24,23 @@ MAX_IMAGES = 10
 
 
 class ImageFiles:
-    """Files of images in the folder of `kept`, which keeps them for as long as other results, of as many responses."""
+    """Files of images in the folder of `kept`, which keeps them for as long as other results, of as many responses.
 
-    def __init__(self, kept: KeptResults) -> None:
+    No other server uses the folder until `close`: it would delete these files by its own limits. Raises PlanError if
+    one does. `journal`: another folder of this server, which may be the same one.
+    """
+
+    def __init__(self, kept: KeptResults, journal: Path | None = None) -> None:
         self._folder, self._seconds, self._most = kept.folder, kept.seconds, kept.count * MAX_IMAGES
         self._most_bytes = kept.bytes
+        self._lock: FolderLock | None = None
+        if kept.folder is not None and (journal is None or not kept.folder.samefile(journal)):
+            self._lock = FolderLock(kept.folder, "--files")
+
+    def close(self) -> None:
+        """Let another server use the folder. Idempotent."""
+        if self._lock is not None:
+            self._lock.close()
 
     def check(self, response_format: str | None) -> None:
         """Raise RequestError for a link where there is no folder."""

@@ -10,13 +10,15 @@ KINDS = {429: "rate_limit_error"}
 """Types of errors by status, as OpenAI's clients know them; others are of the request itself, or of the server."""
 NO_RETRY = {"x-should-retry": "false"}
 """What OpenAI's clients go by before the status."""
+TOO_SLOW = 408
+"""The status of a request whose body comes too slowly."""
 
 
 class RequestError(PatchparError):
     """A request is refused, or has failed. `param`: the field that is wrong; `retry_after`: seconds, for clients.
 
     `is_final`: the same request would only fail again, or be made twice: OpenAI's clients repeat others with the
-    statuses 409, 429 and 5xx by themselves.
+    statuses 408, 409, 429 and 5xx by themselves.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class RequestError(PatchparError):
     def headers(self) -> Mapping[str, str]:
         """Headers of the response."""
         found = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == TOO_SLOW:  # RFC 9110, section 15.5.9: what is still to come is not read
+            found["Connection"] = "close"
         return {**found, **NO_RETRY} if self.is_final else found
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.plan.json_files import read_object
+from patchpar.serving.folder_lock import FolderLock
 from patchpar.serving.partial_images import CompletedImage, ImageFigures
 from patchpar.serving.unfinished_call import UnfinishedCall
 from patchpar.serving.uploaded_image import MAX_PIXELS, UploadedImage, Uploads
@@ -83,20 +83,7 @@ class RequestJournal:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PlanError(f"--journal {folder}: it cannot be written to: change its permissions, or use another one")
         self._folder = folder
-        try:
-            import fcntl  # only here, since a server without a journal also runs on Windows
-        except ModuleNotFoundError as error:
-            raise PlanError(f"--journal {folder}: this system has no locks of folders: leave --journal out") from error
-        lock = os.open(folder, os.O_RDONLY)
-        self._unlock = weakref.finalize(self, os.close, lock)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise PlanError(
-                f"--journal {folder}: another server uses it: end that one first, or use another folder"
-            ) from error
-        except OSError as error:
-            log.warning("--journal %s cannot be locked (%s): let no other server use it", folder, error.strerror)
+        self._lock = FolderLock(folder, "--journal")
         self._recover()
 
     def _recover(self) -> None:
@@ -112,7 +99,7 @@ class RequestJournal:
 
     def close(self) -> None:
         """Let another server use the folder. Idempotent."""
-        self._unlock()
+        self._lock.close()
 
     @property
     def is_empty(self) -> bool:

@@ -51,7 +51,7 @@ class ImageService:
         self.journal: RequestJournal | None = None if settings.journal is None else RequestJournal(settings.journal)
         is_complete = self.journal is None or self.journal.is_empty
         self.kept, self.videos = KeptJobs(settings.kept, is_complete), VideoFiles(settings.kept.folder)
-        self.files, self.tickets = ImageFiles(settings.kept), SocketTickets()
+        self.files, self.tickets = ImageFiles(settings.kept, settings.journal), SocketTickets()
         self._devices = len(generator.served.devices)
         self.scheduler = JobScheduler(POLICIES[settings.policy], self._devices, LearntCosts(*generator.served.measured))
         self.scheduler.batch_wait = self.served.batch_wait
@@ -143,7 +143,7 @@ class ImageService:
         """
         rules = self._open_rules(request, is_earlier=kept is not None)
         if self.generator.makes_videos:
-            raise RequestError("this model makes videos: use /v1/videos", code="unsupported_model", param="model")
+            raise RequestError(f"this model makes videos: use {self.route}", code="unsupported_model", param="model")
         self.files.check(request.response_format)
         call = rules.call_of(request, uploads)
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call, is_lasting=is_lasting)
@@ -161,9 +161,7 @@ class ImageService:
         """Check and queue a request for a video. Raises as `submit` does."""
         rules = self._open_rules(request, is_earlier=kept is not None)
         if not self.generator.makes_videos:
-            raise RequestError(
-                "this model makes images: use /v1/images/generations", code="unsupported_model", param="model"
-            )
+            raise RequestError(f"this model makes images: use {self.route}", code="unsupported_model", param="model")
         call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
         return QueuedImages(call, self._queued(source, call, lambda job: self._calls.video(job, call), kept))
@@ -286,6 +284,7 @@ class ImageService:
             self.journal.close()
             self.journal = None  # of the next server
         self.videos.close()
+        self.files.close()
         self.generator.close()
 
     def _lose(self, rank: int) -> None:

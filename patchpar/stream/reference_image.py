@@ -25,8 +25,9 @@ def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
         upright = ImageOps.exif_transpose(reference).convert("RGB")
         reference = np.array(ImageOps.fit(upright, (width, height)))
     try:
-        # A copy, since the caller may use its buffer again.
-        image = torch.tensor(reference) if isinstance(reference, np.ndarray) else torch.as_tensor(reference).clone()
+        # A copy, since the caller may use its buffer again; in host memory, from which images go to the ranks.
+        is_array = isinstance(reference, np.ndarray)
+        image = torch.tensor(reference) if is_array else torch.as_tensor(reference).to("cpu", copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PlanError(f"a reference of {type(reference).__name__} is no image: {_accepted(height, width)}") from error
     if image.dtype is not torch.uint8 or tuple(image.shape) != (height, width, 3):

@@ -200,20 +200,16 @@ class HeldRanks(Closing, Generic[R, S]):
     def _begun(self) -> Iterator[R]:
         """Give the ranks to another stream, which has to be there at the end of the block. One thread after another.
 
-        Raises PlanError as `_free_ranks` does.
+        Raises PlanError if a stream is running on them, or they are closed.
         """
         with self._beginning:
-            yield self._free_ranks()
-
-    def _free_ranks(self) -> R:
-        """The ranks, for another stream. Raises PlanError if a stream is running on them, or they are closed."""
-        if self._ranks is None:
-            raise PlanError("this pipeline is closed; make a new one")
-        if self._session is not None and not self._session.is_over:
-            raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
-        if self._session is not None:
-            self._session.close()
-        return self._ranks
+            if self._ranks is None:
+                raise PlanError("this pipeline is closed; make a new one")
+            if self._session is not None and not self._session.is_over:
+                raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
+            if self._session is not None:
+                self._session.close()
+            yield self._ranks
 
     @property
     def is_computing(self) -> bool:

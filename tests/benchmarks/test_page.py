@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.page import publish_section, sections_of, write_page, write_section
+from benchmarks.diagrams import __main__ as diagrams
+from benchmarks.page import main, publish_section, sections_of, write_page, write_section
 
 OPENING = "# Things\n\nMeasured.\n"
 
@@ -51,3 +52,22 @@ def test_sections_are_written_as_they_are_measured(tmp_path: Path, capsys: pytes
     assert sections_of(file) == {"small": table("1")}
     publish_section(OPENING, "other", ["| size |"], None)
     assert sections_of(tmp_path / "nothing.md") == {}
+
+
+def test_the_json_of_pages_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page that is not there is named, before any other is written."""
+    file, absent = tmp_path / "things.md", tmp_path / "others.md"
+    file.write_text(table("3"))
+    with pytest.raises(SystemExit, match="2"):
+        main([str(file), str(absent)])
+    assert f"there is no {absent}" in capsys.readouterr().err
+    assert not file.with_suffix(".json").exists()
+    main([str(file)])
+    assert json.loads(file.with_suffix(".json").read_text())[0]["tables"] == [[{"size": "3"}]]
+
+
+@pytest.mark.parametrize("program", [main, diagrams.main])
+def test_help_writes_nothing(program: Callable[[list[str]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a file was written"))
+    with pytest.raises(SystemExit, match="0"):
+        program(["--help"])

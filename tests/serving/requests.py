@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi.testclient import TestClient
@@ -36,17 +36,7 @@ def until(condition: Callable[[], bool], what: str, seconds: float = SECONDS) ->
 
 def disconnected(app: Any, body: dict[str, Any], when: Callable[[], bool]) -> list[Any]:
     """Send a request whose client disconnects as soon as `when` holds; return what the server sent."""
-    sent: list[Any] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-    scope = {
-        "type": "http",
-        "http_version": "1.1",
-        "method": "POST",
-        "path": PATH,
-        "raw_path": PATH.encode(),
-        "query_string": b"",
-        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
-    }
 
     async def receive() -> Any:
         if parts:
@@ -54,6 +44,47 @@ def disconnected(app: Any, body: dict[str, Any], when: Callable[[], bool]) -> li
         while not when():
             await asyncio.sleep(0.005)
         return {"type": "http.disconnect"}
+
+    return answered(app, PATH, "application/json", receive)
+
+
+def sent_in_parts(
+    app: Any,
+    path: str,
+    kind: str,
+    parts: Sequence[bytes],
+    before: Callable[[], object] = lambda: None,
+    *,
+    is_whole: bool = False,
+) -> list[Any]:
+    """Send the parts of a body, and then nothing, unless it `is_whole`; return what the server sent."""
+    last = len(parts) - 1
+    left = [
+        {"type": "http.request", "body": part, "more_body": number < last or not is_whole}
+        for number, part in enumerate(parts)
+    ]
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.Event().wait()
+        before()
+        return left.pop(0)
+
+    return answered(app, path, kind, receive)
+
+
+def answered(app: Any, path: str, kind: str, receive: Callable[[], Any]) -> list[Any]:
+    """What the server sends for a request with a body of this type that comes by `receive`."""
+    sent: list[Any] = []
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", kind.encode())],
+    }
 
     async def send(message: Any) -> None:
         sent.append(message)

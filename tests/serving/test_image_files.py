@@ -6,6 +6,7 @@ import base64
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,40 @@ def test_a_folder_that_takes_no_files_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # tests may run as root, who may all
     with pytest.raises(PlanError, match=r"--files .*: it cannot be written to: change its permissions"):
         KeptResults(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "prefix"),
+    [
+        ("/patchpar", "/patchpar"),
+        ("images/2/", "/images/2"),
+        ("/outer, /inner/", "/outer/inner"),
+        ("//evil.example", "/evil.example"),
+        ('/a b"<', "/a%20b%22%3C"),
+        ("/", ""),
+        (" , ", ""),
+    ],
+)
+def test_links_begin_with_the_path_of_a_proxy(app: Any, given: str, prefix: str) -> None:
+    """Which has removed it from the path that the server sees, so that nobody else knows it."""
+    client, named = client_of(app, KEY), {"X-Forwarded-Prefix": given}
+    link = client.post(PATH, json=BODY, headers=named).json()["data"][0]["url"]
+    assert link.startswith(f"{HOME}{prefix}/v1/files/file_")
+    job = client.post(f"{PATH}?async=true", json=BODY).json()["id"]
+    until(lambda: client.get(f"/v1/jobs/{job}").json()["status"] == "completed", "the job")
+    for headers, wanted in ((named, prefix), ({}, "")):
+        result = client.get(f"/v1/jobs/{job}", headers=headers).json()["result"]
+        assert result["data"][0]["url"].startswith(f"{HOME}{wanted}/v1/files/file_")
+
+
+def test_one_server_at_a_time_uses_a_folder(tmp_path: Path) -> None:
+    """Another one would delete its files by limits of its own. The folder of the journal may be the same."""
+    settings, fake = ServerSettings(kept=KeptResults(folder=tmp_path)), FakeGenerator()
+    first = ImageService(fake, settings)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"--files .*: another server uses it: end that one first, or use another"):
+        ImageService(fake, settings)  # type: ignore[arg-type]
+    first.close()
+    ImageService(fake, replace(settings, journal=tmp_path)).close()  # type: ignore[arg-type]
 
 
 def test_a_job_has_links_and_takes_its_files_with_it(app: Any, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 import json
 import wave
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import av
@@ -224,16 +224,38 @@ def test_a_browser_gets_in_with_a_ticket(face: StreamingPipeline) -> None:
     assert service.drain(20)
 
 
-def test_audio_longer_than_a_stream_is_refused(face: StreamingPipeline) -> None:
-    """A small file can hold days of silence: no more of it is decoded."""
-    client = client_of(stream_application(service_with(face, limits=RequestLimits(stream_seconds=1.0))))
+def wav_of(seconds: float) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as audio:
         audio.setparams((1, 2, 8000, 0, "NONE", ""))
-        audio.writeframes(bytes(2 * 8000 * 2))
-    error = error_of(client.post(STREAMS, files={"audio_file": ("a.wav", file.getvalue())}, data={"seed": "1"}), 400)
+        audio.writeframes(bytes(2 * round(8000 * seconds)))
+    return file.getvalue()
+
+
+def test_audio_longer_than_a_stream_is_refused(face: StreamingPipeline) -> None:
+    """A small file can hold days of silence: no more of it is decoded."""
+    client = client_of(stream_application(service_with(face, limits=RequestLimits(stream_seconds=1.0))))
+    error = error_of(client.post(STREAMS, files={"audio_file": ("a.wav", wav_of(2))}, data={"seed": "1"}), 400)
     assert error["code"] == "invalid_audio"
     assert "audio_file (pcm_s16le, 8000 samples/s, 1 channel) is longer than 1 s" in error["message"]
+
+
+def test_a_file_of_audio_is_decoded_as_it_is_played(client: Any, streams: StreamService) -> None:
+    """An hour of it would take hundreds of megabytes otherwise."""
+    created = client.post(STREAMS, files={"audio_file": ("a.wav", wav_of(20))}, data={"seed": "1"}).json()
+    source: Any = streams.get(created["id"], "").session._source
+    held = source._samples.end - source._samples.start
+    assert held < 5 * source._config.rate, "of 20 s"
+    assert client.delete(f"{STREAMS}/{created['id']}").status_code == 200
+
+
+def test_a_model_without_audio_takes_no_file_of_it(
+    client: Any, face: StreamingPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(face, "_facts", replace(face._facts, audio=None))
+    error = error_of(client.post(STREAMS, files={"audio_file": ("a.wav", wav_of(1))}, data={"seed": "1"}), 400)
+    assert (error["param"], error["code"]) == ("audio_file", "unsupported_parameter")
+    assert "this model takes no audio" in error["message"]
 
 
 def test_a_model_that_is_none_for_streams(app: Any) -> None:

@@ -19,14 +19,14 @@ from PIL import Image
 
 from patchpar.models.task import PipelineTask
 from patchpar.serving import uploaded_image
-from patchpar.serving.http import images
+from patchpar.serving.http import images, request_body
 from patchpar.serving.http.application import application
 from patchpar.serving.request_journal import JournaledRequest, RequestJournal
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
 from patchpar.serving.uploaded_image import Uploads, check_mask, check_upload
 from tests.serving.fakes import MODEL, FakeGenerator
-from tests.serving.requests import PATH, client_of, is_busy, until
+from tests.serving.requests import PATH, client_of, is_busy, sent_in_parts, until
 from tests.serving.test_http import error_of
 
 EDITS = "/v1/images/edits"
@@ -305,3 +305,41 @@ def test_uploads_of_two_requests_are_decoded_at_a_time(begun: Any, monkeypatch: 
             go.set()
         assert {each.result(20).status_code for each in sent} <= {200, 503}
     assert len(inside) == 6
+
+
+MULTIPART = "multipart/form-data; boundary=x"
+FIELD = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na fox'
+JSON_BODY = b'{"prompt": "a fox", "size": "64x64"'
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), [(PATH, "application/json", JSON_BODY), (EDITS, MULTIPART, FIELD)])
+def test_a_body_that_does_not_go_on_is_given_up(
+    begun: Any, monkeypatch: pytest.MonkeyPatch, path: str, kind: str, body: bytes
+) -> None:
+    """Its connection is closed, since what may still come is not read."""
+    client, fake = begun
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.01)
+    calls = len(fake.calls)
+    start, answer = sent_in_parts(client.app, path, kind, [body])
+    error = json.loads(answer["body"])["error"]
+    assert (start["status"], error["code"]) == (408, "upload_too_slow")
+    assert f"{len(body)} bytes of the body have come in " in error["message"]
+    assert {(b"connection", b"close"), (b"x-should-retry", b"false")} <= set(start["headers"])
+    assert len(fake.calls) == calls
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(0.9, 200), (1.1, 408)])
+def test_a_body_may_take_as_long_as_it_goes_on(
+    app: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, status: int
+) -> None:
+    """Each part of SLOWEST bytes gives it another second, whatever BODY_SECONDS are."""
+    now, spaces = [0.0], b" " * request_body.SLOWEST
+    monkeypatch.setattr(request_body, "monotonic", lambda: now[0])
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 2.0)
+
+    def later() -> None:
+        now[0] += seconds
+
+    parts = [*[spaces] * 30, JSON_BODY + b"}"]
+    start, _ = sent_in_parts(app, PATH, "application/json", parts, later, is_whole=True)
+    assert start["status"] == status

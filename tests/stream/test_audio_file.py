@@ -9,6 +9,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio.audio_file import read_audio
@@ -53,6 +54,23 @@ def test_files_without_audio(tmp_path: Path) -> None:
         container.mux(stream.encode())
     with pytest.raises(PlanError, match=r"mute.mp4 has no audio"):
         read_audio(tmp_path / "mute.mp4", 16000)
+
+
+def test_a_file_is_played_in_pieces(tmp_path: Path) -> None:
+    """Of a file or of its bytes; also after others have begun to play it."""
+    path = write_wav(tmp_path / "a.wav", tone(44100, 3.0), 44100)
+    found, of_bytes = read_audio(path, 16000), read_audio(path.read_bytes(), 16000, name="an upload")
+    begun = found.pieces()
+    next(begun)
+    pieces = list(of_bytes.pieces())
+    assert max(map(len, pieces)) < 16000 / 4
+    assert torch.equal(torch.cat(pieces), found.samples)
+    assert found.facts == of_bytes.facts
+    path.write_bytes(b"no sound any more")
+    with pytest.raises(PlanError, match=r"a.wav \(pcm_s16le, .* cannot be read as audio"):
+        next(found.pieces())
+    with pytest.raises(PlanError, match=r"^an upload cannot be read as audio"):
+        read_audio(b"none", 16000, name="an upload")
 
 
 def test_no_more_is_decoded_than_may_be_there(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from PIL import Image
 
 from patchpar.errors import PlanError
 from patchpar.stream.reference_image import load_reference_image
+from tests.tensors import elsewhere
 from tests.unit.test_image_file import huge_png
 
 RED_ABOVE = np.zeros((8, 12, 3), np.uint8)
 RED_ABOVE[:4, :, 0] = 200
 
 
-@pytest.mark.parametrize("kind", ["file", "text", "PIL", "array", "tensor", "read-only array"])
+@pytest.mark.parametrize("kind", ["file", "text", "PIL", "array", "tensor", "another device", "read-only array"])
 def test_every_kind_is_the_same_image(kind: str, tmp_path: Path) -> None:
     Image.fromarray(RED_ABOVE).save(tmp_path / "a.png")
     locked = RED_ABOVE.copy()
@@ -30,11 +31,13 @@ def test_every_kind_is_the_same_image(kind: str, tmp_path: Path) -> None:
         "PIL": Image.fromarray(RED_ABOVE),
         "array": RED_ABOVE,
         "tensor": torch.from_numpy(RED_ABOVE),
+        "another device": elsewhere(torch.from_numpy(RED_ABOVE)),
         "read-only array": locked,
     }[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that it must not write to
         found = load_reference_image(given, 8, 12)
+    assert type(found) is torch.Tensor
     assert torch.equal(found, torch.from_numpy(RED_ABOVE))
 
 

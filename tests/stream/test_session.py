@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, Wor
 from patchpar.stream import driver as stream_driver
 from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
+from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.keep_alive import MARGIN, KeepAlive
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
@@ -37,7 +38,7 @@ from patchpar.stream.messages import (
 )
 from patchpar.stream.session import StreamSession
 from tests.stream.tiny import AUDIO, FRAMES, sink
-from tests.tensors import noise
+from tests.tensors import elsewhere, noise
 
 COURSE = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 FORMAT = StreamFormat(fps=20, height=8, width=12, frames=FRAMES, per_latent=2)
@@ -559,6 +560,64 @@ def test_a_stream_is_as_long_as_its_audio() -> None:
     assert torch.equal(played[:2000], samples)
     assert not played[2000:].any()
     assert [len(chunk.audio) for chunk in chunks if chunk.audio is not None] == [len(c.frames) * 100 for c in chunks]
+
+
+@pytest.mark.parametrize("count", [2000, 2999, 3000, 3001])
+def test_a_file_is_read_no_further_than_its_blocks_need(count: int) -> None:
+    """And gives the blocks of the same samples at once."""
+    samples, read = noise(count) * 0.3, list[int]()
+
+    def pieces() -> Iterator[Tensor]:
+        for piece in samples.split(70):
+            read.append(len(piece))
+            yield piece
+
+    track, at_once = AudioTrack(AUDIO, FRAMES), whole(samples)
+    track.play(pieces())
+    for block in range(20):
+        assert track.is_over(block) == at_once.is_over(block)
+        if track.is_over(block):
+            break
+        assert track.is_here(block)
+        found, wanted = track.take(block), at_once.take(block)
+        assert all(map(torch.equal, found, wanted))
+        assert sum(read) <= FORMAT.first_frame(block + 1) * 100 + 70
+        assert seconds_ahead(track) < 1
+    assert sum(read) == count
+    with pytest.raises(PlanError, match="the audio of this stream has ended"):
+        track.push(samples, AUDIO.rate)
+
+
+def test_an_interruption_ends_a_file() -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    track.play(iter(noise(3000).split(100)))
+    track.take(0)
+    track.end()
+    assert not track.is_over(1), "what is played ends by itself"
+    track.interrupt(1)
+    assert track.is_over(1)
+
+
+def test_a_stream_has_no_block_of_silence_after_its_audio() -> None:
+    """Where frames take no whole number of samples, blocks end between two."""
+    config = AudioConfig(dim=24, heads=2, after=(0,), rate=1000, fps=24)
+    track = AudioTrack(config, FRAMES)
+    track.push(torch.ones(50), config.rate)
+    track.end()
+    assert FRAMES / 24 * 1000 > 50
+    track.take(0)
+    assert track.is_over(1)
+
+
+def test_audio_of_any_device_is_heard() -> None:
+    """A copy in host memory: the samples of a stream wait there for their blocks."""
+    samples = noise(900) * 0.3
+    for given in (elsewhere(samples), elsewhere(samples.expand(2, -1)), samples.clone().requires_grad_()):
+        track = AudioTrack(AUDIO, FRAMES)
+        track.push(given, AUDIO.rate)
+        for found, wanted in zip(track.take(0), whole(samples).take(0), strict=True):
+            assert (type(found), found.requires_grad) == (Tensor, False)
+            assert torch.equal(found, wanted)
 
 
 def test_live_audio_is_heard_as_it_comes_and_as_if_it_had_been_there() -> None:

@@ -72,7 +72,7 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
 
     audio = read_audio(path_of(request.audio), folder.rate)
     typer.echo(f"{request.audio}: {audio.facts}", err=True)
-    return audio.samples, audio.rate
+    return audio
 
 
 def _run(

@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 
 from patchpar.serving.image_files import ROUTE, ImageFiles
 
+PREFIX = "x-forwarded-prefix"
+"""The header in which proxies name the path that they have removed from that of the request."""
 HEADERS = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
 
 
@@ -22,7 +25,16 @@ def add_files(app: FastAPI, files: ImageFiles) -> None:
 
 
 def with_whole_links(response: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """Return the response to a request for images with links that begin with the address of this server."""
-    base = str(request.base_url).rstrip("/")
+    """Return the response to a request for images with links that begin with the address of this server.
+
+    Behind a proxy that serves it under a path of its own, also with that path, as the proxy names it.
+    """
+    base = str(request.base_url).rstrip("/") + _prefix_of(request)
     data = [each if "url" not in each else {**each, "url": base + each["url"]} for each in response["data"]]
     return {**response, "data": data}
+
+
+def _prefix_of(request: Request) -> str:
+    """Return the path before which proxies have served this, with several one after another; "" without one."""
+    names = (each.strip().strip("/") for each in request.headers.get(PREFIX, "").split(","))
+    return "".join(f"/{quote(name)}" for name in names if name)

@@ -1,14 +1,16 @@
-"""Bodies of requests: read up to a limit, as JSON or, where there are files, as a form."""
+"""Bodies of requests: read up to a limit of bytes and time, as JSON or, where there are files, as a form."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from time import monotonic
 
 from fastapi import Request
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
-from patchpar.serving.request_error import RequestError
+from patchpar.serving.request_error import TOO_SLOW, RequestError
 from patchpar.stream.web.http_page import is_own_origin
 
 JSON, FORM = "application/json", "multipart/form-data"
@@ -16,6 +18,8 @@ MAX_FILES, MAX_FIELDS = 16, 64
 MAX_KEY = 256
 MAX_TEXT = 1 << 18
 """Bytes of a text field: a prompt of the longest kind, in any script."""
+BODY_SECONDS, SLOWEST = 20.0, 16 << 10
+"""A body may take so many seconds, and one more for each SLOWEST bytes that have come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +60,9 @@ def kind_of(request: Request) -> str:
 async def read_body(request: Request, most: int) -> bytes:
     """Return the body. Raises RequestError: 413 beyond `most` bytes, before they are read where the length is declared.
 
-    Another type than JSON is refused with 415: a page of another site can make a browser send forms and plain text
-    without asking this server first, but not JSON.
+    And 408 for one that comes too slowly, since it could be waited for without end. Another type than JSON is refused
+    with 415: a page of another site can make a browser send forms and plain text without asking this server first, but
+    not JSON.
     """
     _check_kind(request, JSON)
     _check_length(request, most)
@@ -127,8 +132,21 @@ def _check_length(request: Request, most: int) -> None:
 
 
 async def _limited(request: Request, most: int) -> AsyncGenerator[bytes, None]:
-    length = 0
-    async for part in request.stream():
+    length, begun, parts = 0, monotonic(), request.stream()
+    while True:
+        seconds = BODY_SECONDS + length / SLOWEST
+        try:
+            part = await asyncio.wait_for(anext(parts), begun + seconds - monotonic())
+        except StopAsyncIteration:
+            return
+        except (TimeoutError, asyncio.TimeoutError):  # two classes in Python 3.10
+            raise RequestError(
+                f"{length} bytes of the body have come in {seconds:.0f} s, and it goes on: send it at more than "
+                f"{SLOWEST} bytes a second, or a smaller one",
+                status=TOO_SLOW,
+                code="upload_too_slow",
+                is_final=True,
+            ) from None
         length += len(part)
         if length > most:
             raise _too_large(most)

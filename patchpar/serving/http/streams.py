@@ -2,9 +2,7 @@
 
 import asyncio
 import io
-import tempfile
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, WebSocket
@@ -27,8 +25,6 @@ from patchpar.stream.web.http_page import is_own_origin
 REFERENCE, AUDIO, POSE = "reference", "audio_file", "pose"
 FRESH = {"Cache-Control": "no-store"}
 LOOK_SECONDS = 0.1
-RATE = 48_000
-"""Samples per second to which files of audio are brought."""
 
 
 def add_streams(app: FastAPI, service: StreamService) -> None:
@@ -165,7 +161,7 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
     form = await read_form(request, limits.form_bytes)
     readers: dict[str, Callable[[bytes], Any]] = {
         REFERENCE: lambda data: read_upload(data, REFERENCE),
-        AUDIO: lambda data: _read_audio(data, limits.stream_seconds),
+        AUDIO: lambda data: _read_audio(data, service.audio_rate, limits.stream_seconds),
         POSE: _read_pose,
     }
     form.check_files(*readers)
@@ -191,16 +187,13 @@ def _read_pose(data: bytes) -> io.BytesIO:
     return io.BytesIO(data)
 
 
-def _read_audio(data: bytes, most: float) -> Any:
-    """Return samples [N] and their rate, of the bytes of a file of at most `most` seconds. Raises RequestError."""
+def _read_audio(data: bytes, rate: int | None, most: float) -> Any:
+    """Return the AudioFile of the bytes of a file of at most `most` seconds, at `rate`. Raises RequestError."""
     from patchpar.stream.audio.audio_file import read_audio
 
-    with tempfile.TemporaryDirectory(prefix="patchpar-audio-") as folder:
-        path = Path(folder) / "audio"
-        path.write_bytes(data)
-        try:
-            found = read_audio(path, RATE, most=most)
-        except PlanError as error:
-            reason = str(error).replace(str(path), AUDIO)
-            raise RequestError(reason, param=AUDIO, code="invalid_audio") from None
-    return found.samples, found.rate
+    if rate is None:
+        raise RequestError("this model takes no audio: leave the file out", param=AUDIO, code="unsupported_parameter")
+    try:
+        return read_audio(data, rate, most=most, name=AUDIO)
+    except PlanError as error:
+        raise RequestError(str(error), param=AUDIO, code="invalid_audio") from None

@@ -83,6 +83,11 @@ class StreamService:
         return "ready" if self._lost < len(self._pipes) else "lost"
 
     @property
+    def audio_rate(self) -> int | None:
+        """Audio samples per second that the model takes; None if it takes none, or is not loaded."""
+        return self._pipes[0].rate if self._pipes else None
+
+    @property
     def is_computing(self) -> bool:
         """Whether a stream still runs after `close`, on a device in this process."""
         return any(pipe.is_computing for pipe in self._pipes)
@@ -113,8 +118,8 @@ class StreamService:
     def create(self, request: LiveStreamRequest, owner: str, **files: Any) -> LiveStream:
         """Begin a stream. Raises RequestError: 400, 404, and 503 where all slots are taken.
 
-        `files`: `reference`, a PIL image; `audio`, samples [N] and their rate, for a stream of their length; `pose`, a
-        file object of a pose video.
+        `files`: `reference`, a PIL image; `audio`, an AudioFile, for a stream of its length; `pose`, a file object of a
+        pose video.
         """
         self.check_name(request.model or self.name)
         pipe = self._taken()

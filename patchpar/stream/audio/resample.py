@@ -14,8 +14,12 @@ class Resampler:
     """Resample mono audio in float32 from `rate` to `target` samples per second."""
 
     def __init__(self, rate: int, target: int) -> None:
-        self.rate, self._resampler = rate, None if rate == target else _resampler(target)
-        self._is_empty = True
+        self.rate, self._is_empty = rate, True
+        self._resampler: Any = None
+        if rate != target:
+            import av
+
+            self._resampler = av.AudioResampler(format="flt", layout="mono", rate=target)
 
     def push(self, samples: Tensor) -> Tensor:
         """Resample the next samples [N]; returns those ready, [M]. The filter holds back about a millisecond."""
@@ -34,12 +38,6 @@ class Resampler:
         if self._resampler is None or self._is_empty:
             return torch.zeros(0)
         return _joined(self._resampler.resample(None))
-
-
-def _resampler(target: int) -> Any:
-    import av
-
-    return av.AudioResampler(format="flt", layout="mono", rate=target)
 
 
 def _joined(frames: list[Any]) -> Tensor:

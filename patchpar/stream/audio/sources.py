@@ -8,12 +8,12 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
-from patchpar.stream.audio.audio_file import read_audio
+from patchpar.stream.audio.audio_file import AudioFile, read_audio
 from patchpar.stream.audio.inputs import AudioInputs, AudioSource
 from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.track import AudioTrack
 
-Voice = tuple[Tensor, int] | str | Path
+Voice = tuple[Tensor, int] | str | Path | AudioFile
 Audio = Voice | list[Voice] | None
 
 
@@ -55,12 +55,14 @@ def _with_voice(track: AudioTrack, voice: Voice, rate: int) -> AudioTrack:
     """Return the track with all of a voice."""
     if isinstance(voice, tuple):
         track.push(torch.as_tensor(voice[0]), voice[1])
-    elif isinstance(voice, (str, Path)):
-        found = read_audio(path_of(voice), rate)
-        track.push(found.samples, found.rate)
+        track.end()
+    elif isinstance(voice, AudioFile) and voice.rate == rate:
+        track.play(voice.pieces())
+    elif isinstance(voice, (str, Path, AudioFile)):
+        source = voice.source if isinstance(voice, AudioFile) else path_of(voice)
+        track.play(read_audio(source, rate).pieces())
     else:
         raise PlanError(f"audio={voice!r}: give a file, (samples, rate), 'live', or None")
-    track.end()
     return track
 
 

@@ -1,6 +1,7 @@
 """The input audio of a stream: pushed in pieces of any length, read block by block."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ class AudioTrack:
         self._config, self._frames, self._keep_alive = config, frames, keep_alive
         self._samples = SampleBuffer()
         self._resampler = Resampler(config.rate, config.rate)
-        self._has_ended = self._is_silent = False
+        self._is_silent = False
+        self._end: int | None = None  # number of samples, once the audio has ended
+        self._rest: Iterator[Tensor] | None = None  # of a file, of which no more is read than a block needs
 
     def push(self, samples: Tensor, rate: int) -> None:
         """Append audio [N] or [channels, N] between -1 and 1, at `rate` samples per second; channels are averaged.
@@ -37,7 +40,7 @@ class AudioTrack:
         The result does not depend on the sizes of the pieces. Raises PlanError.
         """
         mono, rate = _checked(samples, rate)
-        if self._has_ended:
+        if self._end is not None or self._rest is not None:
             raise PlanError("the audio of this stream has ended: begin another stream, or do not end it")
         if rate != self._resampler.rate:
             self._samples.push(self._resampler.end())
@@ -46,14 +49,29 @@ class AudioTrack:
 
     def end(self) -> None:
         """End the audio. The last block is padded with silence."""
-        if not self._has_ended:
+        if self._end is None and self._rest is None:
             self._samples.push(self._resampler.end())
-        self._has_ended = True
+            self._end = self._samples.end
+
+    def play(self, samples: Iterator[Tensor]) -> None:
+        """Take samples [N] at the model's rate as blocks need them; the audio ends with them."""
+        self._rest = samples
+
+    def _read(self, end: int) -> None:
+        """Read on, until sample number `end` is there or the audio ends. Raises what the samples raise."""
+        while self._rest is not None and self._samples.end < end:
+            piece = next(self._rest, None)
+            if piece is None:
+                self._rest, self._end = None, self._samples.end
+            else:
+                self._samples.push(piece)
 
     def interrupt(self, block: int) -> None:
         """Drop the audio that has been pushed for `block` and later ones; the next push is heard from there on."""
         self._samples.drop_from(self._sample(self._images(block)[0]))
         self._resampler = Resampler(self._config.rate, self._config.rate)
+        if self._rest is not None or self._end is not None:
+            self._rest, self._end = None, self._samples.end
 
     def be_silent(self) -> None:
         """Use silence without end."""
@@ -70,13 +88,14 @@ class AudioTrack:
 
     def is_over(self, block: int) -> bool:
         """Whether the audio ends before this block begins."""
-        return self._has_ended and self._samples.end <= self._sample(self._images(block)[0])
+        return self._end is not None and self._end <= self._sample(self._images(block)[0])
 
     def is_here(self, block: int) -> bool:
         """Whether all audio that block `block` needs has been pushed, or silence takes its place."""
         return (
-            self._has_ended
+            self._end is not None
             or self._is_silent
+            or self._rest is not None
             or self._samples.end >= self._last_sample(self._images(block)[1])
             or self.seconds_until_silence(block) == 0
         )
@@ -92,6 +111,7 @@ class AudioTrack:
         """Return (inputs of AudioInputs.shape, samples [N]) of a block. Missing samples are silence."""
         first, end = self._images(block)
         first_needed = max(0, first - self._config.before)
+        self._read(self._last_sample(end) + 1)  # one more says whether there is a further block
         self._samples.push(torch.zeros(max(0, self._last_sample(end) - self._samples.end)))
         if self._keep_alive is not None:
             self._keep_alive.used(end / self._config.fps)
@@ -127,8 +147,9 @@ def _checked(samples: Tensor, rate: float) -> tuple[Tensor, int]:
         raise PlanError(f"audio at {rate} samples per second: 1000 to 384000 are understood")
     if not samples.is_floating_point():
         raise PlanError(f"audio in {samples.dtype}: divide it by its largest value, so that it lies between -1 and 1")
-    # A copy, since the caller may use its buffer again.
-    mono = samples.to(torch.float32, copy=True) if samples.ndim == 1 else samples.float().mean(0)
+    # A copy, since the caller may use its buffer again; in host memory, where the audio of a stream is.
+    mono = samples.detach().to("cpu", torch.float32, copy=True)
+    mono = mono if samples.ndim == 1 else mono.mean(0)
     if not torch.isfinite(mono).all():
         raise PlanError("the audio has values that are no numbers")
     return mono, int(known)

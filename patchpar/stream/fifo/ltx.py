@@ -51,6 +51,8 @@ class LtxFrames(FrameNetwork):
 class LtxFamily(ModelFamily):
     """LTX-Video."""
 
+    decoder = LtxDecoder
+
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> LTXPipeline:
         options = with_dtype({name: value for name, value in options.items() if value is not None})
         spared = needs.spared()
@@ -70,9 +72,6 @@ class LtxFamily(ModelFamily):
 
     def network(self, transformer: LTXVideoTransformer3DModel, facts: ModelFacts, fps: float) -> LtxFrames:
         return LtxFrames(transformer, (facts.per_latent / fps, float(facts.spatial), float(facts.spatial)))
-
-    def decoder(self, vae: AutoencoderKLLTXVideo) -> LtxDecoder:
-        return LtxDecoder(vae)
 
     def encode(
         self, pipe: LTXPipeline, text: str, negative: str | None, **options: Any

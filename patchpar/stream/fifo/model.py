@@ -53,10 +53,6 @@ class FifoModel:
         else:
             self._prompt, self._blending = change, ()
 
-    @property
-    def _guided(self) -> bool:
-        return self._run.guidance_scale > 1
-
     @torch.no_grad()
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
         """Return the first queue of a stream, these zones of it. Denoising stops early if not `wanted`."""
@@ -79,7 +75,7 @@ class FifoModel:
         prompt = self._prompt
         assert prompt is not None, "a stream begins with a prompt"
         conditional = self._network.predict(x_BCFHW, sigmas, prompt.text)
-        if not self._guided or prompt.negative is None:
+        if self._run.guidance_scale <= 1 or prompt.negative is None:
             return conditional
         unconditional = self._network.predict(x_BCFHW, sigmas, prompt.negative)
         return unconditional + self._run.guidance_scale * (conditional - unconditional)

@@ -1,7 +1,7 @@
 """Interface of a video model for a frame queue: a transformer with a noise level per frame, and a decoder."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,7 +51,9 @@ class FrameDecoder(Protocol):
 
 
 class ModelFamily(Protocol):
-    """How the parts of one kind of model are loaded and called."""
+    """How the parts of one kind of model are loaded and called. `decoder`: wraps its VAE. Raises UnsupportedModel."""
+
+    decoder: Callable[[Any], FrameDecoder]
 
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> Any:
         """Load its pipeline, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
@@ -61,9 +63,6 @@ class ModelFamily(Protocol):
 
     def network(self, transformer: Any, facts: ModelFacts, fps: float) -> FrameNetwork:
         """Wrap its transformer, which has no weights on ranks that do not denoise. Raises UnsupportedModel."""
-
-    def decoder(self, vae: Any) -> FrameDecoder:
-        """Wrap its decoder. Raises UnsupportedModel."""
 
     def encode(self, pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.

@@ -45,6 +45,8 @@ class WanFrames(FrameNetwork):
 class WanFamily(ModelFamily):
     """Wan."""
 
+    decoder = WanDecoder
+
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
         if low_noise_below(folder) is not None:
             raise UnsupportedModel(
@@ -63,6 +65,3 @@ class WanFamily(ModelFamily):
 
     def network(self, transformer: WanTransformer3DModel, facts: ModelFacts, fps: float) -> WanFrames:
         return WanFrames(transformer)
-
-    def decoder(self, vae: AutoencoderKLWan) -> WanDecoder:
-        return WanDecoder(vae)
