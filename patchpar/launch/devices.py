@@ -74,7 +74,7 @@ def count_named(devices: object) -> int | None:
         return devices
     text = devices.strip() if isinstance(devices, str) else ""
     number = text.partition(":")[2] if text.startswith(("cpu:", f"{RAY}:")) else text
-    return int(number) if number.isdigit() else len(text.split(",")) if "," in text else None
+    return int(number) if number.isdecimal() else len(text.split(",")) if "," in text else None
 
 
 def available_cores() -> int:
@@ -135,7 +135,7 @@ def _may_have_gpus() -> bool:
 def _from_text(text: str) -> Devices:
     if "," in text:
         return _from_list([part.strip() for part in text.split(",")])
-    if text.lstrip("-").isdigit():
+    if text.removeprefix("-").isdecimal():
         return _from_number(int(text))
     if text == "auto":
         kind, count = main_gpus()
@@ -146,7 +146,7 @@ def _from_text(text: str) -> Devices:
         return _gpus(text, count_of(text))
     kind, _, number = text.partition(":")
     if (kind == "cpu" and number) or kind == RAY:
-        return _counted(kind, int(number) if number.isdigit() else 0, text)
+        return _counted(kind, int(number) if number.isdecimal() else 0, text)
     return _from_list([text])
 
 
@@ -154,7 +154,7 @@ def _counted(kind: str, number: int, text: str) -> Devices:
     """Return the devices of "cpu:N" or "ray:N"; `number` is 0 where N is none."""
     if kind == RAY:
         return _on_ray(number, text)
-    if not text.partition(":")[2].isdigit():
+    if not text.partition(":")[2].isdecimal():
         raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
     return _cpu_workers(number, text)
 
@@ -195,7 +195,7 @@ def _one_device(device: object) -> str:
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
-    if kind in accelerators.KINDS and index.isdigit():
+    if kind in accelerators.KINDS and index.isdecimal():
         if int(index) >= count_of(kind):
             raise PlanError(f"device {name!r} does not exist: {_what_exists(kind)}")
         return f"{kind}:{int(index)}"
