@@ -143,7 +143,8 @@ class _PromptFields:
             label="Structure guidance options", placeholder="overlap=0.25,structure_strength=0.5", max_lines=1
         )
         baseline = gr.Checkbox(False, label="Also without structure guidance, to compare")
-        self.start = gr.Button("Generate", variant="primary", interactive=False, elem_id="high-res-run")
+        with gr.Row():
+            self.start = gr.Button("Generate", variant="primary", interactive=False, elem_id="high-res-run")
         self.components = [options, baseline, *fields.components]
 
 
@@ -160,5 +161,6 @@ class _UpscaleFields:
         with gr.Row():
             steps = gr.Slider(1, MAX_STEPS, 30, step=1, label="Steps", min_width=200)
             seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200)
-        self.start = gr.Button("Upscale", variant="primary", interactive=False, elem_id="upscale-run")
+        with gr.Row():
+            self.start = gr.Button("Upscale", variant="primary", interactive=False, elem_id="upscale-run")
         self.components = [image, scale, strength, prompt, steps, seed]

@@ -76,7 +76,7 @@ class HistoryPanel:
         """Add the file whose parameters set the fields."""
         with gr.Accordion("Parameters from an image", open=False):
             return gr.File(
-                label="PNG generated here, by AUTOMATIC1111's web UI or by ComfyUI with parameters",
+                label="PNG generated here, by AUTOMATIC1111's web UI or by ComfyUI",
                 file_types=[".png"],
                 height=120,
                 elem_id="image-parameters",

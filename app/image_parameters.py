@@ -7,7 +7,8 @@
 This is the text chunk `parameters` of AUTOMATIC1111's web UI, which ComfyUI imports as well. The line of the negative
 prompt is there without one too: for ComfyUI it is the end of the prompt.
 
-The web UI has its LoRAs in the prompt, as <lora:ink:0.8>, which diffusers would read as words.
+The web UI has its LoRAs in the prompt, as <lora:ink:0.8>, which diffusers would read as words. Images of ComfyUI have
+their graph instead, which `comfyui_graph` reads.
 """
 
 import json
@@ -23,6 +24,7 @@ from PIL import Image
 from patchpar import PlanError
 
 from . import loras
+from .comfyui_graph import ComfyGraph
 from .limits import FILE, check_size
 from .requests import GenerateRequest
 
@@ -34,7 +36,7 @@ SETTING = re.compile(r'(?:\A|(?<=,))([^:,]+):\s*("(?:[^"\\]|\\.)*"|[^,]*)(?:,|$)
 WHOLE = re.compile(r"-?[0-9]{1,20}")
 SIZE = re.compile(r"(\d{1,9})\s*x\s*(\d{1,9})")
 TAG = re.compile(r"<lora:([^:<>]+):?([^:<>]*)[^<>]*>")  # in linear time
-GRAPHS = ("prompt", "workflow")  # chunks of ComfyUI
+GRAPH, WORKFLOW = "prompt", "workflow"  # chunks of ComfyUI: what was run, and what its page shows
 OWN = ("Version", "patchpar")
 NAMES = {"Steps": "steps", "CFG scale": "guidance", "Seed": "seed"}
 MAX_TEXT = 64 * 1024  # characters; nodes of other programs take more, and are in chunks of their own
@@ -68,7 +70,8 @@ def read_parameters(path: str | Path | None) -> GenerateRequest:
     if path is None:
         raise PlanError("there is no image: choose a PNG file that was generated here or by another program")
     check_size(path)
-    return request_of(_text_in(path))
+    found = _found_in(path)
+    return GenerateRequest.of(**found.arguments()) if isinstance(found, ComfyGraph) else request_of(found)
 
 
 def request_of(text: str) -> GenerateRequest:
@@ -89,12 +92,15 @@ def loras_in(path: str | Path) -> str:
 
     Raises PlanError, as `read_parameters` does.
     """
-    prompt, _, line = _text_in(path).rpartition(SETTINGS)
+    found = _found_in(path)
+    if isinstance(found, ComfyGraph):
+        return found.loras()
+    prompt, _, line = found.rpartition(SETTINGS)
     settings = _settings_in(SETTINGS + line)
     if OWN not in settings.items():
         return ", ".join(f"{name.strip()}:{weight or 1}" for name, weight in TAG.findall(prompt))
-    found = settings.get(LORAS, "")
-    return str(json.loads(found)) if found.startswith('"') else found
+    named = settings.get(LORAS, "")
+    return str(json.loads(named)) if named.startswith('"') else named
 
 
 def _settings_in(line: str) -> dict[str, str]:
@@ -120,15 +126,17 @@ def _number(name: str, text: str) -> float:
         raise PlanError(f"{FILE} gives {name} as {text!r}, which is no number") from error
 
 
-def _text_in(path: str | Path) -> str:
-    """The text chunk of a PNG file; pixels are not decoded. Raises PlanError."""
+def _found_in(path: str | Path) -> str | ComfyGraph:
+    """The text chunk of a PNG file, or its graph; pixels are not decoded. Raises PlanError."""
     try:
         with Image.open(path, formats=("PNG",)) as image:
-            text, has_graph = image.info.get(CHUNK), any(name in image.info for name in GRAPHS)
+            text, graph, workflow = (image.info.get(name) for name in (CHUNK, GRAPH, WORKFLOW))
     except (OSError, ValueError, SyntaxError, struct.error, zlib.error, Image.DecompressionBombError) as error:
         raise PlanError(f"{FILE} cannot be read as a PNG image, which is where parameters are kept") from error
-    if not isinstance(text, str) and has_graph:
-        raise PlanError(f"{FILE} has a graph of ComfyUI and no parameters: save it there by a node that writes them")
+    if not isinstance(text, str) and isinstance(graph, str):
+        return ComfyGraph.read(graph)
+    if not isinstance(text, str) and workflow is not None:
+        raise PlanError(f"{FILE} has a workflow of ComfyUI that was not run: generate there, and drop that image")
     if not isinstance(text, str):
         raise PlanError(f"{FILE} has no parameters: it was not generated here, or was saved without them")
     if len(text) > MAX_TEXT:

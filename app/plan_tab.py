@@ -127,7 +127,8 @@ def build(
                 )
                 prompts = gr.Slider(1, MAX_PROMPTS, 1, step=1, label="Prompts", min_width=120)
             guided = gr.Checkbox(True, label="With guidance")
-            start = gr.Button("Plan", variant="primary", elem_id="plan-run")
+            with gr.Row():
+                start = gr.Button("Plan", variant="primary", elem_id="plan-run")
         with gr.Column(scale=6, min_width=320):
             summary = gr.HTML(html.notice("Plans of the loaded model for these devices."), elem_id="plan-summary")
             diagram = gr.HTML(elem_id="plan-diagram")

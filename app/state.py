@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
 
+from patchpar.models.files import path_of
+
 from .feeds import Feeds
 from .image_history import ImageHistory
 from .image_parameters import add_parameters
@@ -80,7 +82,7 @@ class AppState:
         `more`: further parameters, by name. Raises PatchparError where the disk takes no more.
         """
         model = self.workers.setup.model
-        known = Path(model).name if Path(model).is_dir() else model
+        known = path_of(model).name if path_of(model).is_dir() else model
         facts = {**more, "Model": known, "Plan": str(image.run.plan), "Version": "patchpar"}
         self.history.add(owner, add_parameters(image.image, request, facts))
 

@@ -220,7 +220,8 @@ class _ImageStreamFields:
         video = gr.Video(label="Video", sources=["upload"], visible=False, height=240, elem_id="stream-video")
         rate = gr.Slider(1, MAX_RATE, 8, step=1, label="Frames per second of video", visible=False)
         strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength (1: ignore the input)", visible=False)
-        self.start = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
+        with gr.Row():
+            self.start = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
         self.components = [source, image, video, rate, strength, *fields.components]
         source.change(_fields_of, source, [image, video, rate, self.camera, strength], show_progress="hidden")
 
@@ -251,7 +252,8 @@ class _FaceFields:
                 height=240,
                 elem_id="stream-pose",
             )
-            self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
+            with gr.Row():
+                self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
         self.components = [audio, reference, prompt, seconds, is_live, pose]
         is_live.change(_fields_unless, is_live, [audio, seconds], show_progress="hidden")
 

@@ -7,13 +7,15 @@ other.
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, StreamingPipeline
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.models.files import EMBEDDED, check_memory, resolve_model
+from patchpar.launch.host_memory import free_memory
+from patchpar.models.files import EMBEDDED, check_memory, needed_bytes, resolve_model
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import RequestedTask, purpose_of
 
@@ -44,11 +46,21 @@ class AppConfig:
         """Keyword arguments of every from_pretrained."""
         return {"devices": list(self.devices.names), "deadline": self.deadline}
 
-    def check(self, task: RequestedTask = TASK) -> None:
-        """Raise PlanError for a model that does not exist or does not fit into memory, before anything is started."""
+    @property
+    def host_bytes(self) -> int:
+        """Weights of all ranks on the CPU in bytes; 0 of a name of the hub, whose size is unknown. Raises PlanError."""
+        _, options, folder = resolve_model(self.model, self.options)
+        return self.devices.names.count("cpu") * needed_bytes(folder, options)
+
+    def check(self, task: RequestedTask = TASK, freed: int = 0) -> None:
+        """Raise PlanError for a model that does not exist or does not fit into memory, before anything is started.
+
+        `freed`: bytes of host memory that will be free by then.
+        """
         task.check_model(self.model, self.options)
         source, options, folder = resolve_model(self.model, self.options)
-        check_memory(source, folder, options, self.devices.names)
+        if not freed or self.host_bytes > (free_memory() or 0) + freed:
+            check_memory(source, folder, options, self.devices.names)
 
 
 def devices_of(text: str) -> Devices:
@@ -57,12 +69,20 @@ def devices_of(text: str) -> Devices:
     return resolve_devices("cpu:2") if text == "auto" and found.names == ("cpu",) else found
 
 
+@dataclass(frozen=True, slots=True)
+class OpenPipeline:
+    """A pipeline, and how many bytes of host memory its weights take; 0 where that is not known."""
+
+    pipe: Any
+    host_bytes: int
+
+
 class AppWorkers:
     """Opens and closes pipelines. `shared`: returns that of a server, which is neither opened nor closed here."""
 
     def __init__(self, setup: AppConfig, shared: Callable[[], ParallelPipeline] | None = None) -> None:
         self.setup, self._shared = setup, shared
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, OpenPipeline] = {}
         self._model: PipelineInfo | None = None
 
     @property
@@ -81,18 +101,22 @@ class AppWorkers:
 
     def setup_for(self, model: str) -> AppConfig:
         """Configuration with another model. Raises PlanError for one that does not exist, or does not fit."""
-        return self._setup_for(model, TASK)
+        return self._setup_for(model, TASK, self._held(but=""))
 
     def video_setup(self, model: str) -> AppConfig:
         """The same with a model that generates videos. Raises PlanError."""
-        return self._setup_for(model, VIDEOS)
+        return self._setup_for(model, VIDEOS, self._held(but=IMAGES))
 
-    def _setup_for(self, model: str, task: RequestedTask) -> AppConfig:
+    def _held(self, but: str) -> int:
+        """Bytes of host memory of the open pipelines but this one: a further pipeline takes their place."""
+        return sum(each.host_bytes for name, each in list(self._open.items()) if name != but)
+
+    def _setup_for(self, model: str, task: RequestedTask, freed: int) -> AppConfig:
         if not self.may_change:
             raise PlanError("this page has the model that its server was started with")
         options = {name: value for name, value in self.setup.options.items() if name != "variant"}
         setup = replace(self.setup, model=model, options={} if model in EMBEDDED else options)
-        setup.check(task)
+        setup.check(task, freed)
         return setup
 
     def change(self, setup: AppConfig, load: Callable[[], object]) -> None:
@@ -123,7 +147,10 @@ class AppWorkers:
 
     def image_pipeline(self, preset: Preset | None = None) -> ParallelPipeline:
         """The text-to-image pipeline, with the preset applied. Raises PlanError."""
-        pipe: ParallelPipeline = self._opened(IMAGES, self._open_images) if self._shared is None else self._shared()
+        if self._shared is None:
+            pipe: ParallelPipeline = self._opened(IMAGES, self._open_images, self.setup)
+        else:
+            pipe = self._shared()
         self._model = pipe.description
         if preset is not None:
             set_preset(pipe, preset, self.count)
@@ -132,20 +159,21 @@ class AppWorkers:
     def image_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
         """The image stream pipeline, text-to-image or image-to-image. Raises PlanError."""
         name = f"stream of images from {'images' if takes_image else 'prompts'}"
-        return self._opened(name, lambda: self._open_image_stream(takes_image))
+        return self._opened(name, lambda: self._open_image_stream(takes_image), self.setup)
 
     def upscaler(self) -> ParallelPipeline:
         """The image-to-image pipeline. Raises PlanError where the model's family has none."""
-        return self._opened("enlarging", self._open_upscaler)
+        return self._opened("enlarging", self._open_upscaler, self.setup)
 
     def inpainter(self) -> ParallelPipeline:
         """The inpainting pipeline. Raises PlanError where the model's family has none."""
-        return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"))
+        return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"), self.setup)
 
     def video_pipeline(self, model: str, preset: Preset) -> ParallelPipeline:
         """The pipeline of a model that generates videos, with the preset applied. Raises PlanError."""
         setup = self.video_setup(model)
-        pipe: ParallelPipeline = self._opened(f"videos of {model}", lambda: self._open_checked(setup, VIDEOS))
+        opening = partial(self._open_checked, setup, VIDEOS)
+        pipe: ParallelPipeline = self._opened(f"videos of {model}", opening, setup)
         set_preset(pipe, preset, self.count)
         return pipe
 
@@ -156,18 +184,19 @@ class AppWorkers:
     def close(self) -> None:
         """End all workers. Idempotent."""
         while self._open:
-            _, pipe = self._open.popitem()
-            pipe.close()
+            _, found = self._open.popitem()
+            found.pipe.close()
 
-    def _opened(self, name: str, opening: Callable[[], Any]) -> Any:
+    def _opened(self, name: str, opening: Callable[[], Any], setup: AppConfig | None = None) -> Any:
+        """The pipeline of this name. `setup`: of its model; None where its size is not known."""
         if name not in self._open:
             is_dear = any(map(is_accelerator, self.setup.devices.names))
             for other in list(self._open):
                 if is_dear or other != IMAGES:
-                    self._open.pop(other).close()
+                    self._open.pop(other).pipe.close()
             gc.collect()
-            self._open[name] = opening()
-        return self._open[name]
+            self._open[name] = OpenPipeline(opening(), 0 if setup is None else setup.host_bytes)
+        return self._open[name].pipe
 
     def _open_images(self) -> ParallelPipeline:
         return self._open_checked(self.setup, TASK)

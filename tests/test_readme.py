@@ -40,8 +40,13 @@ def python_blocks(page: Path, *, runnable: bool) -> list[str]:
 
 def command_lines(page: Path) -> list[str]:
     """Commands to be typed, without the synopsis of the command line's page and what only explains."""
+    return commands_in(page.read_text())
+
+
+def commands_in(text: str) -> list[str]:
+    """Those of a page's text."""
     found = []
-    for match in BLOCK.finditer(page.read_text()):
+    for match in BLOCK.finditer(text):
         if match["language"] in ("", "bash", "sh", "console"):
             lines = match["text"].replace("\\\n", " ").splitlines()
             found += [line.removeprefix("$ ") for line in lines if re.match(rf"(\$ )?patchpar ({VERBS})\b", line)]
@@ -82,6 +87,19 @@ def test_those_of_the_readme_run_with_workers(tmp_path: Path, monkeypatch: pytes
 def test_no_block_hides_in_a_list(page: Path) -> None:
     """What is indented is no block to the tests here."""
     assert not re.search(r"^[ \t]+```", page.read_text(), re.MULTILINE)
+
+
+def files_of_a_clone(text: str) -> list[str]:
+    """Words of a page's commands that are files of the repository, which a wheel does not have at these paths."""
+    words = [word for line in commands_in(text) for word in shlex.split(line)[2:]]
+    return [word for word in words if "/" in word and (REPOSITORY / word).exists()]
+
+
+def test_commands_of_the_readme_need_no_clone() -> None:
+    """The installed command works from any folder."""
+    assert files_of_a_clone(PAGES[0].read_text()) == []
+    found = files_of_a_clone("```\npatchpar upscale assets/figures/samples.png\n```\n")
+    assert found == ["assets/figures/samples.png"], "the control"
 
 
 def test_a_broken_block_would_be_seen(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(named) == sorted(patchpar.__all__)
 
 
+@pytest.mark.parametrize("words", ["quantization", "sequence parallelism", "latency", "throughput", "out of memory"])
+def test_what_people_search_for_is_answered(words: str) -> None:
+    """By a question of the FAQ, in the words of who searches."""
+    questions = re.findall(r"^\*\*(.*\?)\*\*", (DOCS / "faq.md").read_text(), re.MULTILINE)
+    assert [question for question in questions if words in question.lower()]
+
+
 CONCEPTS = (
     "plan",
     "exact-patch",

@@ -5,6 +5,7 @@ import math
 from patchpar.errors import PlanError
 
 AUTO_BATCH = 8
+"""Requests: whoever is in a batch waits until all of it is made."""
 
 
 def batch_of(text: str) -> int:
@@ -33,6 +34,20 @@ def check_guidance(scale: float | None) -> None:
     """Raise PlanError for a `--guidance-scale` of which no image could be made."""
     if scale is not None and not math.isfinite(scale):
         raise PlanError(f"--guidance-scale {scale:g}: it must be a finite number, such as 5")
+
+
+def check_length(seconds: float | None) -> None:
+    """Raise PlanError unless `--seconds`, None for a stream without an end, is finite and above 0."""
+    if seconds is not None and not seconds > 0:
+        raise PlanError(f"--seconds {seconds}: it must be above 0")
+    if seconds == math.inf:
+        raise PlanError(f"--seconds {seconds}: it must be a finite number; for no end leave it out")
+
+
+def check_strength(strength: float | None) -> None:
+    """Raise PlanError unless `--strength`, which is a part of the noise, is above 0 and at most 1."""
+    if strength is not None and not 0 < strength <= 1:
+        raise PlanError(f"--strength {strength:g}: it must be above 0 and at most 1")
 
 
 def check_seed(seed: int, *, least: int = -(2**63), most: int = 2**64 - 1) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from patchpar.cli.flag_values import check_strength
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file, read_mask_file
 
@@ -43,8 +44,7 @@ class InputImages:
             raise PlanError("--mask says which part of an image is generated anew: add --image FILE")
         if image is None and strength is not None:
             raise PlanError("--strength says how much of an image is changed: add --image FILE")
-        if strength is not None and not 0 < strength <= 1:
-            raise PlanError(f"--strength {strength:g}: it must be above 0 and at most 1")
+        check_strength(strength)
 
     @classmethod
     def read(

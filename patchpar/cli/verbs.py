@@ -43,7 +43,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             module="stream.command",
             flags="StreamFlags",
             command="stream",
-            example="happy --audio speech.wav --output talk.mp4",
+            example="happy --audio embedded --output talk.mp4",
         ),
         "replay": Verb(
             module="stream.replay",

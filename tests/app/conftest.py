@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def address() -> Iterator[str]:
     """Of the page on workers that generate at once: what it looks like and obeys does not depend on them."""
     workers = FakeWorkers(FakePipeline())
     workers.may_change = True  # so that the list of models is there
+    workers.setup = replace(workers.setup, face="embedded-face")  # and the fields of a talking face
     with closing(state_of(workers)) as state, closing(WebServer("127.0.0.1", 0, "--port")) as server:
         server.serve(application(state, Address()))
         yield server.url

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from playwright.sync_api import Page
 
-from .actions import screenshot
+from .actions import screenshot, tab
 
-TABS = ("Image", "Edit", "Compare", "High resolution", "Video", "Stream", "Timeline", "Plan")
+STARTS: dict[str, dict[str, str | None]] = {
+    "Image": {"": "image-generate"},
+    "Edit": {"": "edit-run"},
+    "Compare": {"": "compare-run"},
+    "High resolution": {"From a prompt": "high-res-run", "From an image": "upscale-run"},
+    "Video": {"": "video-run"},
+    "Stream": {"Images": "stream-run", "Talking face": "stream-talk"},
+    "Timeline": {"": None},
+    "Plan": {"": "plan-run"},
+}
+"""By tab, and by the tabs in it: the button that starts a run."""
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
+TABLET: dict[str, Any] = {"viewport": {"width": 768, "height": 1024}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-WINDOWS = {"desktop": DESKTOP, "phone": PHONE}
+WINDOWS = {"desktop": DESKTOP, "tablet": TABLET, "phone": PHONE}
 LOOKS = [(position, scheme) for position in WINDOWS for scheme in ("light", "dark")]
 MIN_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of ordinary size
 
@@ -51,6 +63,16 @@ FAINT = """(least) => {
   return found;
 }"""
 """Texts that stand out too little from what is behind them, with by how much."""
+
+
+def every_tab(page: Page) -> Iterator[tuple[str, str | None]]:
+    """Open each tab, and each tab in it: its name, and the button that starts a run."""
+    for outer, inner in STARTS.items():
+        tab(page, outer)
+        for name, button in inner.items():
+            if name:
+                tab(page, name)
+            yield f"{outer} {name}".strip(), button
 
 
 def check_looks(page: Page, name: str) -> None:

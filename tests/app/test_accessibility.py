@@ -9,14 +9,8 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
 from .actions import TIMEOUT_MS, done, press, small, tab
-from .looks import TABS
+from .looks import LOOKS, PHONE, WINDOWS, every_tab
 
-WINDOWS: dict[int, dict[str, Any]] = {
-    390: {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True},
-    768: {"viewport": {"width": 768, "height": 1024}},
-    1280: {"viewport": {"width": 1280, "height": 900}},
-}
-CASES = [(width, scheme) for width in WINDOWS for scheme in ("light", "dark")]
 GRAVE = ("serious", "critical")
 NAMED_MS = 400  # the page names new elements within 200
 
@@ -41,9 +35,9 @@ def unfold(page: Page) -> None:
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize(("width", "scheme"), CASES)
-def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, scheme: Any) -> None:
-    page = browser.new_context(color_scheme=scheme, **WINDOWS[width]).new_page()
+@pytest.mark.parametrize(("position", "scheme"), LOOKS)
+def test_axe_finds_nothing_serious(browser: Any, address: str, position: str, scheme: Any) -> None:
+    page = browser.new_context(color_scheme=scheme, **WINDOWS[position]).new_page()
     page.set_default_timeout(TIMEOUT_MS)
     page.goto(address)
     expect(page.locator("#image-generate")).to_be_enabled()
@@ -51,8 +45,7 @@ def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, schem
     press(page, "image-generate")
     done(page, "image")
     found = {}
-    for name in TABS:
-        tab(page, name)
+    for name, _ in every_tab(page):
         unfold(page)
         found[name] = findings(page)
     page.context.close()
@@ -61,7 +54,7 @@ def test_axe_finds_nothing_serious(browser: Any, address: str, width: int, schem
 
 @pytest.mark.breadth
 def test_nor_in_what_real_workers_did(opened: Any) -> None:
-    page = opened(color_scheme="dark", **WINDOWS[390])
+    page = opened(color_scheme="dark", **PHONE)
     small(page, steps=2)
     press(page, "image-forecast")
     expect(page.locator("#forecast-status table")).to_be_visible(timeout=4 * TIMEOUT_MS)
@@ -75,7 +68,7 @@ def test_nor_in_what_real_workers_did(opened: Any) -> None:
 
 @pytest.mark.breadth
 def test_what_cannot_be_used_would_be_found(opened: Any) -> None:
-    page = opened(**WINDOWS[390])
+    page = opened(**PHONE)
     page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<input><img src=\"data:,\">')")
     found = " ".join(findings(page))
     assert "image-alt" in found

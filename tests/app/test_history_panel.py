@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,17 @@ def test_several_images_have_seeds_that_follow_and_come_back_after_a_reload(stat
     again = last_of(ImageTab(state).resume(OWNER))
     assert again[GALLERY] == files
     assert last_of(ImageTab(state).resume("b" * 32))[GALLERY] == [], "another page sees its own only"
+
+
+def test_a_model_s_folder_goes_by_its_name(state: AppState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its path begins with ~, as it may in the list of models."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "private" / "mine").mkdir(parents=True)
+    for model in (str(tmp_path / "private" / "mine"), "~/private/mine"):
+        monkeypatch.setattr(state.workers, "setup", replace(state.workers.setup, model=model))
+        (file, *_) = generate(state)[GALLERY]
+        text = Image.open(Path(file).with_suffix(".png")).info["parameters"]
+        assert ("Model: mine, " in text, "private" in text) == (True, False)
 
 
 def test_what_is_displayed_can_be_reused(state: AppState) -> None:

@@ -122,10 +122,9 @@ def test_loras_in_a_prompt_of_the_web_ui_are_named_and_no_words(tmp_path: Path) 
     assert (read_parameters(path), loras_in(path)) == (own, ""), "here they are words"
 
 
-def test_a_graph_of_comfyui_is_named(tmp_path: Path) -> None:
-    for chunk in ("prompt", "workflow"):
-        with pytest.raises(PlanError, match="has a graph of ComfyUI and no parameters"):
-            read_parameters(png(tmp_path / "a.png", "{}", chunk))
+def test_a_workflow_of_comfyui_that_was_not_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="has a workflow of ComfyUI that was not run: generate there"):
+        read_parameters(png(tmp_path / "a.png", "{}", "workflow"))
 
 
 def test_a_long_line_of_nothing_takes_no_time() -> None:

@@ -21,6 +21,7 @@ from app.page import build
 from app.state import PREPARE, AppState
 from app.workers import AppConfig, AppWorkers, devices_of
 from patchpar import PlanError
+from patchpar.models.files import needed_bytes, resolve_model
 
 from .fakes import FakePipeline
 from .test_bad_input import OWNER
@@ -107,11 +108,30 @@ def test_what_is_no_model_is_refused_before_anything_is_closed(state: AppState, 
     assert state.workers.setup.model == "embedded"
 
 
+def leave_free(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let so much of the host's memory be free, beside what is loaded."""
+    for name in ("patchpar.models.files.free_memory", "app.workers.free_memory"):
+        monkeypatch.setattr(name, lambda: num_bytes)
+
+
+def weights_of(model: str) -> int:
+    """Bytes of those that two ranks have."""
+    _, options, folder = resolve_model(model, {})
+    return len(TWO.names) * needed_bytes(folder, options)
+
+
 def test_one_that_does_not_fit_is_refused_with_what_would(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 2**20)
-    status, *_ = last_of(chooser_of(state).load(OWNER, "embedded-dit"))
-    assert "GiB" in status
-    assert OpenedPipeline.names == [("embedded", "fp16")]
+    """What the first one holds is free by then: two models that fit one after the other need not fit together."""
+    chooser = chooser_of(state)
+    assert last_of(chooser.load(OWNER, "embedded-dit"))[1] == "embedded-dit"
+    held, needed = (weights_of(model) for model in ("embedded-dit", "embedded"))
+    assert 0 < held < needed
+    leave_free(needed - held - 1, monkeypatch)
+    status, loaded, *_ = last_of(chooser.load(OWNER, "embedded"))
+    assert ("GiB" in status, loaded) == (True, "")
+    assert OpenedPipeline.names[-1] == ("embedded-dit", None), "and nothing was closed"
+    leave_free(needed - held, monkeypatch)
+    assert last_of(chooser.load(OWNER, "embedded"))[1] == "embedded"
 
 
 def test_one_that_fails_leaves_the_first(state: AppState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,22 @@ from .actions import TIMEOUT_MS, done, fill, press, small, status, tab
 from .app_states import state_of
 from .browser import served
 from .fakes import FakePipeline, FakeWorkers
+from .looks import PHONE, STARTS
 
 PROMPT = "a yellow tower on the left, desert dunes at noon"
 FIRST_PAINT_MS = 2000
 STEPS_TO_PREVIEW = 1.5
 BUSY = 3  # times as long where other tests run beside it; what was measured is in the report of --junitxml
+THUMB = 44  # pixels, of a target that is touched: WCAG 2.2, level AAA
 FOCUSED = "document.activeElement.textContent.trim()"
 SHOWS = """(html) => {
   const line = document.querySelector("#stream-window .state, #stream-window .live");
   line.outerHTML = html;
 }"""
+TOUCHED = """() => [...document.querySelectorAll("[role=tab], .overflow-menu > button, .overflow-dropdown button")]
+  .filter((each) => each.checkVisibility())
+  .map((each) => [each.textContent.trim(), each.offsetWidth, each.offsetHeight, each.scrollWidth])"""
+"""What chooses a tab, with its width and height in pixels, and how wide its name is."""
 PAINTED = """() => new Promise((resolve) => {
   const found = () => performance.getEntriesByName("first-contentful-paint")[0];
   if (found()) resolve(found().startTime);
@@ -147,6 +153,16 @@ def press_tab_until(page: Page, name: str, limit: int = 80) -> None:
         if page.evaluate(FOCUSED) == name:
             return
     raise AssertionError(f"{name} is not reached by {limit} tabs")
+
+
+@pytest.mark.breadth
+def test_tabs_on_a_phone_are_as_large_as_a_thumb(visit: Any) -> None:
+    """And the menu of those for which there is no room, with all in it."""
+    page = visit(**PHONE)
+    page.locator(".overflow-menu > button").locator("visible=true").first.tap()
+    sizes = page.evaluate(TOUCHED)
+    assert {name for name, *_ in sizes} >= set(STARTS)
+    assert [each for each in sizes if min(each[1:3]) < THUMB or each[3] > each[1]] == []
 
 
 @pytest.mark.breadth

@@ -28,6 +28,7 @@ from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers
 from .test_bad_input import AUTOMATIC, OWNER, message_of
 from .test_history_panel import last_of
+from .test_model_chooser import leave_free
 from .waits import over, until
 
 FIELDS: dict[str, Any] = {
@@ -137,6 +138,20 @@ def test_what_cannot_be_is_a_sentence(
         return
     assert message in message_of(displayed)
     assert message == "even sides" or not workers.videos.calls
+
+
+def test_what_is_open_need_not_fit_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second video of a model is made by the pipeline of the first."""
+    build("wan").pipe.save_pretrained(tmp_path)
+    workers = AppWorkers(AppConfig(devices=devices_of("cpu:2"), chooses_models=True))
+    monkeypatch.setattr(workers, "_open_checked", lambda *_: FakeVideoPipeline())
+    pipe = workers.video_pipeline(str(tmp_path), preset_or_plan("cfg=2", 2))
+    leave_free(0, monkeypatch)
+    assert workers.video_pipeline(str(tmp_path), preset_or_plan("cfg=2", 2)) is pipe
+    pipe.close = lambda: None
+    workers.close()
+    with pytest.raises(PlanError, match="GiB are free"):
+        workers.video_setup(str(tmp_path))
 
 
 def test_an_argument_that_the_model_does_not_take_is_named() -> None:

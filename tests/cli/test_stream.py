@@ -31,6 +31,7 @@ from patchpar.cli.stream import live_inputs
 from patchpar.cli.stream.flags import FPS, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
+from patchpar.cli.stream.video import _audio
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream import config
@@ -205,6 +206,9 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
+        (("--model", "m", "-o", "a.mp4", "--seconds", "inf"), "--seconds inf: it must be a finite number; for no end"),
+        (("--input", ".", "-o", "a.mp4", "--strength", "3"), "--strength 3: it must be above 0 and at most 1"),
+        (("--devices", "²", "--dry-run"), "'²'"),
         (("--model", "m", "-o", "a.mp4", "--fps", "0.00001"), "--fps 1e-05: it must be from 0.001 to 1000"),
         (("--model", "m", "-o", "a.mp4", "--seed", "-1"), "--seed -1: it must be from 0 to 18446744073709551615"),
         (("--input", ".", "-o", "a.mp4", "--seed", "-1"), "--seed -1: it must be from 0 to 9223372036854775807"),
@@ -306,6 +310,15 @@ def test_audio_and_face_are_looked_at_before_anything_is_started(folder: Path, t
     ):
         result = run(*words, *common)
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+def test_speech_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder. A file of that name is named by its path."""
+    monkeypatch.chdir(tmp_path)
+    write_wav(tmp_path / "embedded", tone(16000, 0.5), 16000)
+    hears: Any = SimpleNamespace(rate=16000)
+    found = [_audio(StreamFlags(audio=name), hears) for name in ("embedded", "./embedded")]
+    assert [round(len(samples) / rate, 1) for samples, rate in found] == [6.0, 0.5]
 
 
 def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 import patchpar
+from patchpar.cli.upscale import MAX_SCALE
+from patchpar.errors import PlanError
 
 
 @pytest.fixture
@@ -51,3 +53,30 @@ def test_a_rank_without_a_result_saves_nothing(
     result = run("upscale", small, "--output", tmp_path / "large.png")
     assert result.exit_code == 0, result.output
     assert (result.stdout, (tmp_path / "large.png").exists()) == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--scale", 1), "--scale 1: it must be above 1 and at most 16"),
+        (("--scale", 16.5), "--scale 16.5: it must be above 1 and at most 16"),
+        (("--scale", "nan"), "--scale nan: it must be above 1"),
+        (("--strength", 0), "--strength 0: it must be above 0, which adds no noise, and below 1"),
+        (("--strength", 1), "--strength 1: it must be above 0"),
+    ],
+)
+def test_an_amount_that_cannot_be_is_refused_before_workers_start(
+    fake: Any, run: Any, small: Path, flags: tuple[Any, ...], message: str
+) -> None:
+    result = run("upscale", small, *flags)
+    assert (result.exit_code, message in result.stderr) == (2, True), result.output
+    assert fake.opened == []
+
+
+def test_the_limits_of_flags_are_those_of_the_function() -> None:
+    unused: Any = None
+    for scale, strength in ((1.0, 0.5), (MAX_SCALE + 0.5, 0.5), (2.0, 0.0), (2.0, 1.0)):
+        with pytest.raises(PlanError, match="it must be above"):
+            patchpar.upscale(unused, Image.new("RGB", (8, 8)), scale=scale, strength=strength)
+    with pytest.raises(AttributeError):
+        patchpar.upscale(unused, Image.new("RGB", (8, 8)), scale=MAX_SCALE, strength=0.5)

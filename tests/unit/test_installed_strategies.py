@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +58,8 @@ def no_class() -> None:
     pass
 '''
 
+REPOSITORY = Path(__file__).parent.parent.parent
+MAX_LINES = 60  # of what a reader writes to have a strategy in a table
 Install = Callable[..., None]
 
 
@@ -120,6 +126,48 @@ def test_two_of_one_name_are_refused(install: Install) -> None:
 def test_those_of_this_package_need_no_other(install: Install) -> None:
     install(stale_halos="Missing", exact="Missing")
     assert parse_strategy("fresh-edges") == FreshEdges()
+
+
+def tutorial() -> dict[str, str]:
+    """What the page has its reader write and type: the module, `pyproject.toml`, commands."""
+    text = (REPOSITORY / "docs" / "howto" / "add-a-strategy.md").read_text()
+    text = text.partition("\n## A package of your own")[2].partition("\nThe name is now valid")[0]
+    return {language: block for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)}
+
+
+def test_the_tutorial_is_short_and_registers_its_class(install: Install, tmp_path: Path) -> None:
+    written = tutorial()
+    assert set(written) == {"python", "toml", ""}
+    assert sum(block.count("\n") for block in written.values()) <= MAX_LINES
+    ((name, module, kind),) = re.findall(
+        r'^([\w-]+) = "(\w+):(\w+)"$', written["toml"].partition("strategies")[2], re.M
+    )
+    install("halos", **{name.replace("-", "_"): kind})
+    (tmp_path / "halos_strategies.py").write_text(written["python"])
+    assert (name, module) == ("stale-halos", "stale_halos")
+    assert f"--strategy {name} " in written[""]
+    assert str(Plan.parse(f"patch=2,strategy={name}").strategy.policy.halo) == "stale"
+
+
+@pytest.mark.breadth
+def test_the_tutorial_ends_with_a_row_in_a_table(tmp_path: Path) -> None:
+    """Installed by pip, and measured by the command, of a small image."""
+    written, site = tutorial(), tmp_path / "site"
+    (tmp_path / "stale_halos.py").write_text(written["python"])
+    (tmp_path / "pyproject.toml").write_text(written["toml"])
+    options = ("--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--target", str(site))
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, "."], cwd=tmp_path, check=True, timeout=120)
+    command = shlex.split(written[""].splitlines()[-1].replace("cpu:4", "cpu:2").replace("--steps 20", "--steps 3"))
+    words = [*command[1:], "--height", "128", "--width", "128", "--ranks", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "patchpar", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "bench" / "table.md").read_text()
+    assert {row.split("|")[1].strip() for row in table.splitlines() if row.startswith("| patch=2")} == {
+        f"patch=2,strategy={name}" for name in ("stale-halos", "displaced", "fresh-edges")
+    }
 
 
 def errors_of(strategy: Any, steps: int) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flag_values import check_deadline, check_guidance, check_seed
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_length, check_seed, check_strength
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Json, LocalDevices, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import check_file
@@ -19,6 +19,8 @@ from patchpar.stream.web.server import check_port
 
 PAGE = "page"
 """Audio or images of the browser that watches."""
+SPEECH = "embedded"
+"""Audio that comes with the package."""
 FPS = (1e-3, 1000.0)
 """Frames per second that a video can have; the limits of `stream.config`, which imports torch."""
 OF_VIDEO = (
@@ -43,7 +45,7 @@ class StreamFlags:
     prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
     model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
     devices: LocalDevices = "auto"
-    audio: Annotated[str | None, typer.Option(help="A file; mic, page, - or a pipe for live audio.")] = None
+    audio: Annotated[str | None, typer.Option(help="A file; embedded; live: mic, page, - or a pipe.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
     input: Annotated[str | None, typer.Option(help="Video, folder, camera or page, to generate anew.")] = None
@@ -79,9 +81,11 @@ class StreamFlags:
         """Raise PlanError for invalid flags, before anything is started."""
         self._check_kind()
         self._check_speech()
-        for name in ("seconds", "fps", "steps", "height", "width", "audio_rate", "audio_channels"):
+        check_length(self.seconds)
+        check_strength(self.strength)
+        for name in ("fps", "steps", "height", "width", "audio_rate", "audio_channels"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
+            if value is not None and not value > 0:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be above 0")
         if self.fps is not None and not FPS[0] <= self.fps <= FPS[1]:
             raise PlanError(f"--fps {self.fps:g}: it must be from {FPS[0]:g} to {FPS[1]:g}")

@@ -39,7 +39,7 @@ def number_of(devices: str) -> int:
     """Return the number of devices. A plain number may exceed those of this machine."""
     from patchpar.launch.devices import resolve_devices
 
-    return int(devices) if devices.isdigit() and int(devices) > 0 else len(resolve_devices(devices).names)
+    return int(devices) if devices.isdecimal() and int(devices) > 0 else len(resolve_devices(devices).names)
 
 
 def parse_costs(text: str) -> dict[str, float]:

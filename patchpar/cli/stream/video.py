@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from patchpar.cli.console import stdout_kept_clean
+from patchpar.cli.flags import FACE
 from patchpar.cli.output_files import removed_after_error
+from patchpar.cli.stream.flags import SPEECH
 from patchpar.cli.stream.live_inputs import LiveInputs
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
 from patchpar.errors import PlanError
-from patchpar.models.files import path_of
+from patchpar.models.files import embedded_model, path_of
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
@@ -70,7 +72,8 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
     from patchpar.stream.audio.audio_file import read_audio
 
-    audio = read_audio(path_of(request.audio), folder.rate)
+    path = embedded_model(FACE) / "speech.wav" if request.audio == SPEECH else path_of(request.audio)
+    audio = read_audio(path, folder.rate)
     typer.echo(f"{request.audio}: {audio.facts}", err=True)
     return audio
 
