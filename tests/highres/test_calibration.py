@@ -84,8 +84,10 @@ SOLVERS = {
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("is_told", [False, True], ids=["it looks for its first step", "it is told its first step"])
-def test_noise_stays_fresh_in_the_steps_that_follow(name: str, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    "has_begin_index", [False, True], ids=["it looks for its first step", "it is told its first step"]
+)
+def test_noise_stays_fresh_in_the_steps_that_follow(name: str, has_begin_index: bool) -> None:
     """Of as much power as the scheduler assumes, and the old noise does not return.
 
     Pipelines such as those of SDXL and FLUX tell their scheduler where it begins. Solvers remember earlier steps.
@@ -93,7 +95,7 @@ def test_noise_stays_fresh_in_the_steps_that_follow(name: str, is_told: bool) ->
     kind, options = SOLVERS[name]
     scheduler = kind(**options)
     scheduler.set_timesteps(8)
-    if is_told:
+    if has_begin_index:
         scheduler.set_begin_index(0)
     clean, old = torch.randn(2, 1, 4, 64, 64, generator=torch.Generator().manual_seed(0))
     x = old * getattr(scheduler, "init_noise_sigma", 1.0)
