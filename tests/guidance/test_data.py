@@ -137,6 +137,14 @@ def texts(rank: int) -> TextArguments:
     )
 
 
+def test_arguments_that_are_alike_on_one_rank() -> None:
+    """Their texts for other prompts differ, to which ours may be padded."""
+    whole = {"prompt": ["a house", "two tall pines"], "negative_prompt": ["a house", "fog"]}
+    own = {name: value[:1] for name, value in whole.items()}
+    given = TextArguments(whole_call=whole, own_call=own, own=1, total=2, rows=lambda count: slice(0, count // 2))
+    assert [given.for_all(own[name]) for name in whole] == list(whole.values())
+
+
 def test_arguments_for_all_prompts() -> None:
     given = texts(1)
     assert given.for_all(given.own_call["image"]) == ["first", "second"]
