@@ -1,8 +1,12 @@
-"""Guiders of diffusers: components that say how many guidance branches a pipeline calls its denoiser for."""
+"""How many guidance branches a pipeline calls its denoiser for: by its guider, or from which guidance scale on two."""
 
+import math
 from typing import Any
 
 GUIDER = "guider"
+"""A component of some pipelines, a guider of diffusers."""
+GUIDES = "do_classifier_free_guidance"
+"""A property of other pipelines, which compares the scale of a call with a number."""
 
 
 def guider_branches(pipe: Any) -> int | None:
@@ -16,3 +20,34 @@ def guider_branches(pipe: Any) -> int | None:
     if guider is None or not getattr(guider, "_enabled", True):  # what `disable()` sets
         return 1
     return int(guider.new().num_conditions)
+
+
+def guides_above(pipe: Any) -> float:
+    """Return the guidance scale above which a pipeline applies guidance: 1, 0 as Z-Image, or infinity for never.
+
+    Pipelines of distilled models may apply none at any scale. 1 also for those whose property GUIDES does not say it.
+    """
+    found = getattr(type(pipe), GUIDES, None)
+    guides: Any = getattr(found, "fget", None)
+    if guides is None:
+        return 1.0
+    at_one, above = _ScaledPipeline(pipe, 1.0), _ScaledPipeline(pipe, 1.5)
+    try:
+        least = 0.0 if guides(at_one) else 1.0 if guides(above) else math.inf
+    except (AttributeError, TypeError):  # it asks for what only a call sets
+        return 1.0
+    return least if at_one.was_asked else 1.0
+
+
+class _ScaledPipeline:
+    """A pipeline in a call whose guidance scales all have one value. `was_asked`: for a scale."""
+
+    def __init__(self, pipe: Any, scale: float) -> None:
+        self._pipe, self._value, self.was_asked = pipe, scale, False
+
+    def __getattr__(self, name: str) -> Any:
+        """Return that scale, or an attribute of the pipeline. Raises AttributeError."""
+        if name.endswith("guidance_scale"):
+            self.was_asked = True
+            return self._value
+        return getattr(self._pipe, name)

@@ -10,7 +10,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.call_parameters import parameters_of, passes_on
 from patchpar.models.caption_words import caption_words
 from patchpar.models.few_steps import FewSteps, few_steps_of, path_of
-from patchpar.models.guiders import guider_branches
+from patchpar.models.guiders import GUIDES, guider_branches, guides_above
 from patchpar.plan.scalars import plain
 from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
 
@@ -23,12 +23,14 @@ DENOISERS = (
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
 NAMED_FOR_GUIDANCE = (
     "guidance_scale",
+    "audio_guidance_scale",
     "true_cfg_scale",
     "max_guidance_scale",
     "decoder_guidance_scale",
     "guidance_schedule",
 )
 PERTURBED = "pag_scale"
+OF_IMAGE = "image_guidance_scale"
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
@@ -48,7 +50,8 @@ class PipelineInfo:
     can be, and `unsplit_reason` why not. `native_only_reason`: why structure guidance is impossible beyond the native
     size; empty if structure guidance supports them, None if that is unknown. `one_batch_reason`: why prompts cannot be
     split over ranks; empty if they can. `decoded_bytes`: memory for decoding, per pixel, 0 if unknown.
-    `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too.
+    `guided_by_its_scale`: `guidance_scale` decides whether it applies guidance, although it has a `true_cfg_scale` too;
+    `guides_above`: from which scale on, see `models.guiders`.
     `guider_branches`: see `models.guiders`. `few_steps`: what a model that is distilled to few steps is called with;
     None for others, as far as is known.
     `known_words`: the words of prompts that an embedded model has learnt; empty for others.
@@ -74,6 +77,7 @@ class PipelineInfo:
     latent_channels: int = 4
     decoded_bytes: int = 0
     guided_by_its_scale: bool = False
+    guides_above: float = 1.0
     guider_branches: int | None = None
     few_steps: FewSteps | None = None
     known_words: frozenset[str] = frozenset()
@@ -92,7 +96,7 @@ class PipelineInfo:
         perturbed = _number(kwargs.get(PERTURBED, self.parameters.get(PERTURBED))) > 0
         if not self._classifier_free(kwargs):
             return 1 + perturbed
-        of_image = "image_guidance_scale" in self.parameters and kwargs.get("image") is not None
+        of_image = OF_IMAGE in self.parameters and kwargs.get("image") is not None
         return 2 + perturbed + of_image
 
     def _classifier_free(self, kwargs: Mapping[str, Any]) -> bool:
@@ -100,9 +104,10 @@ class PipelineInfo:
         if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
-        if self.distilled:
+        if self.distilled or _number(kwargs.get(OF_IMAGE, self.parameters.get(OF_IMAGE, 1))) < 1:
             return False
-        return any(_number(kwargs.get(name, self.parameters.get(name))) > 1 for name in NAMED_FOR_GUIDANCE)
+        scales = (_number(kwargs.get(name, self.parameters.get(name))) for name in NAMED_FOR_GUIDANCE)
+        return any(scale > self.guides_above for scale in scales)
 
     def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """Return height and width in pixels of a call with `kwargs`; None if they are unknown."""
@@ -142,7 +147,8 @@ def describe(pipe: Any) -> PipelineInfo:
         methods=_methods_of(pipe),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
-        guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
+        guided_by_its_scale=hasattr(type(pipe), GUIDES),
+        guides_above=guides_above(pipe),
         guider_branches=guider_branches(pipe),
         few_steps=few_steps_of(pipe, config),
         known_words=caption_words(path_of(pipe)),

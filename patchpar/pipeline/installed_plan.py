@@ -242,11 +242,10 @@ class InstalledPlan:
         """Whether images are made of patches by structure guidance, which may compute only some guidance branches."""
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
-    def begin(self, *, tracing: bool, watched: bool = False, call: Any = MappingProxyType({})) -> StatsRecorder:
-        """Begin the image of a `call`, `watched` by a callback or not.
-
-        Raises UnsupportedModel, PlanError, ExchangeError.
-        """
+    def begin(
+        self, *, tracing: bool, watched: bool = False, previewed: bool = False, call: Any = MappingProxyType({})
+    ) -> StatsRecorder:
+        """Begin an image; see `HighResDenoiser.expect`. Raises UnsupportedModel, PlanError, ExchangeError."""
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):
@@ -259,7 +258,7 @@ class InstalledPlan:
             self.guidance.reset()
         for patched in self.patched:
             if isinstance(patched, HighResDenoiser):
-                patched.watched = watched
+                patched.expect(call, watched=watched, previewed=previewed)
             patched.reset()
         traffic = CommStats() if self.comm is None else self.comm.traffic
         of_vaes = CommStats() if self.vaes is None else self.vaes.comm.traffic

@@ -114,6 +114,11 @@ class CallOptions:
         return tuple(range(self.plan.world_size)) if self.ranks is None else self.ranks
 
     @property
+    def previewed(self) -> bool:
+        """Whether the caller gets latents before the end, as all ranks know: under torchrun only some may be asked."""
+        return self.previews > 0 and not self.same_everywhere
+
+    @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
         names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "switches")

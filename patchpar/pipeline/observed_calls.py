@@ -50,7 +50,7 @@ class ObservedCalls:
 
         Latents (1, ...) are those of the first image, in float32 on the CPU, as the pipeline gives them its scheduler:
         the scheduler's estimate of the clean ones if it has one, after the last step those that are decoded. With
-        structure guidance on several devices they are whole in calls that have a callback_on_step_end.
+        structure guidance on several ranks of torchrun they are whole in calls that have a callback_on_step_end.
         """
         return self._state.on_latents
 

@@ -267,7 +267,7 @@ class PipelineRunner:
         installed = self._installed
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
-        recorder = installed.begin(tracing=options.tracing, watched=watched, call=kwargs)
+        recorder = installed.begin(tracing=options.tracing, watched=watched, previewed=options.previewed, call=kwargs)
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed)
         call.changing = self._before_changes
         call.calls = recorder_for(self.pipe, options, installed, self.context)

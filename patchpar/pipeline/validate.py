@@ -2,6 +2,7 @@
 
 import difflib
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -201,7 +202,10 @@ def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], d
     elif plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
-        way_out = "pass guidance_scale > 1 (with a negative prompt where the pipeline wants one)"
+        scale = f"guidance_scale > {model.guides_above:g}"
+        way_out = f"pass {scale} (with a negative prompt where the pipeline wants one)"
+        if model.guides_above == math.inf:
+            way_out = f"{model.pipeline} of a distilled model has none at any scale: use another model"
         if model.guider_branches is not None:
             way_out = "set pipe.guider to one that guides, such as ClassifierFreeGuidance(guidance_scale=5.0)"
         reason = f"plan {plan} splits guidance over axis 'cfg', but this call uses none"

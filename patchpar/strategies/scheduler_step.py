@@ -44,10 +44,11 @@ class WithinSteps:
     """Work at every step of a scheduler, whose `step` is overridden until `end`."""
 
     _scheduler: Any = None
+    _stepped = 0  # timesteps up to that of the last step
 
     def _override(self, scheduler: Any, run: Step) -> None:
         """Call `run(step, ...)` where `scheduler.step(...)` is called."""
-        self._scheduler = scheduler
+        self._scheduler, self._stepped = scheduler, 0
         scheduler.step = SchedulerStepOverride(scheduler, run)
 
     def end(self) -> None:
@@ -57,9 +58,14 @@ class WithinSteps:
         self._scheduler = None
 
     def _next(self, timestep: Any) -> tuple[int, Any] | None:
-        """Return the number and the timestep of the step after the one at `timestep`; None after the last."""
+        """Return the number and the timestep of the step after the one at `timestep`; None after the last.
+
+        Call it once in each step: PNDM and solvers that round have the same timestep in several.
+        """
         times = self._scheduler.timesteps
-        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        apart = (times - torch.as_tensor(timestep).to(times)).abs()
+        same = (apart == apart.min()).nonzero().flatten().tolist()
+        index = self._stepped = next((each for each in same if each >= self._stepped), same[0]) + 1
         return (index, times[index]) if index < len(times) else None
 
 

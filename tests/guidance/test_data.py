@@ -137,6 +137,14 @@ def texts(rank: int) -> TextArguments:
     )
 
 
+def test_arguments_that_are_alike_on_one_rank() -> None:
+    """Their texts for other prompts differ, to which ours may be padded."""
+    whole = {"prompt": ["a house", "two tall pines"], "negative_prompt": ["a house", "fog"]}
+    own = {name: value[:1] for name, value in whole.items()}
+    given = TextArguments(whole_call=whole, own_call=own, own=1, total=2, rows=lambda count: slice(0, count // 2))
+    assert [given.for_all(own[name]) for name in whole] == list(whole.values())
+
+
 def test_arguments_for_all_prompts() -> None:
     given = texts(1)
     assert given.for_all(given.own_call["image"]) == ["first", "second"]
@@ -331,6 +339,46 @@ def test_noise_that_asks_no_generator_is_a_row_for_each_image_or_refused() -> No
             assert torch.equal(own, whole[rows])
             with pytest.raises(PlanError, match="samples noise for 4 rows from torch's own generator"):
                 vae.randn_tensor((4, 4, 8, 8))
+
+
+def test_noise_sampled_by_torch_itself_is_that_of_one_call() -> None:
+    """As for GLIGEN's images. What has no dim of prompts is of each image alike."""
+    pipe, generator = tiny.build("sd").pipe, generators(1)[0]
+    torch.manual_seed(5)
+    like, whole = torch.zeros(3, 4, 8, 8), torch.randn((3, 4, 8, 8), generator=fresh(generator))
+    of_torch, plane = torch.randn_like(like), torch.randn(3, 8)
+    for rank, rows in enumerate([slice(0, 2), slice(2, 3)]):
+        torch.manual_seed(5)
+        given = fresh(generator)
+        with as_one_call(pipe, {"prompt": PROMPTS, "generator": given}, rank, 2):
+            assert torch.equal(torch.randn(rows.stop - rows.start, 4, 8, 8, generator=given), whole[rows])
+            assert torch.equal(torch.randn_like(like[rows]), of_torch[rows])
+            assert torch.equal(torch.randn(3, 8), plane)
+            with pytest.raises(PlanError, match="samples noise for 4 rows from torch's own generator"):
+                torch.randn_like(torch.zeros(4, 4, 8, 8))
+
+
+@pytest.mark.parametrize("generator", ["one for all", "none"])
+def test_noise_for_a_decoder(generator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LTX-Video's decoder takes out the last noise, which its pipeline adds by torch's own function."""
+    plain = tiny.build
+
+    def build(name: str) -> tiny.Tiny:
+        built = plain(name)
+        vae = type(built.pipe.vae).from_config({**built.pipe.vae.config, "timestep_conditioning": True})
+        torch.manual_seed(0)
+        for parameter in vae.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        built.pipe.vae = vae.eval().requires_grad_(False)
+        return built
+
+    monkeypatch.setattr(tiny, "build", build)
+    monkeypatch.setitem(LATENT, "output_type", "pt")
+    given = generators(1)[0] if generator == "one for all" else None
+    scene = sample_images.scene(64, 64)
+    call = {"prompt": PROMPTS[:2], "image": [scene, scene], "num_inference_steps": 1, "decode_noise_scale": 0.5}
+    call |= {"generator": given, "guidance_scale": 1.0}
+    assert error(on_all("ltx_image", 2, call)[0], alone("ltx_image", call)[0]) <= 1e-5
 
 
 class Encoding:

@@ -84,7 +84,7 @@ def large(
         clock.next_call()
         return found.denoise(plain, *args, **kwargs)
 
-    found.watched = watched
+    found.expect({}, watched=watched)
     found.reset()
     original = scheduler.step
 

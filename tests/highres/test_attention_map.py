@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.attention_map import AttentionMap, AttentionRecorder
 from patchpar.strategies.structure.content_tokens import ContentTokens
+from patchpar.strategies.structure.options import StructureGuidance
 from tests.tensors import noise
 from tests.tiny import Tiny, build
 
@@ -105,3 +107,20 @@ def test_words_are_content(sd: Tiny) -> None:
     content.reset()
     assert content.weights(1, 4).tolist() == [[0, 1, 1, 1]]  # nothing is known
     content.close()
+
+
+def test_words_of_a_negative_prompt_are_not_content(sd: Tiny) -> None:
+    """Beside embeddings of a prompt it is the only text that is encoded."""
+    found = StructureGuidance(native=64, preset="paper", shared_noise=0.0)
+    large = found.install(sd.denoiser, None, Axis("patch"), pipe=sd.pipe)  # type: ignore[arg-type]
+    count, embeddings = sd.pipe.tokenizer.model_max_length, noise(1, 77, 32)
+    try:
+        for call, known in (({"prompt": "a red house"}, True), ({"prompt_embeds": embeddings}, False)):
+            large.expect(call)
+            large.reset()
+            given = call | {"prompt": call.get("prompt"), "negative_prompt": "blue"}
+            sd.pipe.encode_prompt(device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True, **given)
+            assert bool(large._content.weights(1, count).sum() < count - 1) is known
+            large.finish()
+    finally:
+        large.restore()

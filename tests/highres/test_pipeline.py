@@ -13,6 +13,7 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.models.info import describe
 from patchpar.pipeline.validate import check_plan, check_plan_for
 from patchpar.strategies import parse_strategy, resolve_strategy
+from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
 
@@ -84,6 +85,29 @@ def test_two_devices() -> None:
         assert all("latents" not in rank.bytes_sent for rank in pipe.last_run.ranks)
         assert len(seen) == windows.steps
         assert all(latents.isfinite().all() for latents in seen)
+
+
+SKIPPING = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), first_of([("sd", {}), ("flux", {}), ("sd3", SKIPPING)], ("flux", {}), ("sd3", SKIPPING))
+)
+def test_calls_of_which_ranks_need_every_prediction(name: str, given: dict[str, Any]) -> None:
+    """Latents that are shown after each step, and guidance that calls the denoiser once more with other branches."""
+    tiny, strategy = build(name), Case(options={"switch": 0.9}).strategy
+    arguments = tiny.call_kwargs | Case().arguments | {"num_inference_steps": 4, "output_type": "latent"} | given
+    found: dict[int, list[Tensor]] = {}
+    for ranks in (1, 2):
+        seen = found[ranks] = []
+        plan = Plan(patch=ranks, strategy=strategy)
+        with ParallelPipeline(build(name).pipe, devices=f"cpu:{ranks}", plan=plan) as pipe:
+            pipe.set_progress_bar_config(disable=True)
+            if not given:
+                pipe.on_latents = lambda step, steps, latents, seen=seen: seen.append(latents)
+            seen.append(pipe(**arguments, generator=torch.Generator().manual_seed(0)).images)
+    assert len(found[1]) == (1 if given else 5)
+    assert all(relative(*each) < LIMIT for each in zip(found[2], found[1], strict=True))
 
 
 def test_messages(one: ParallelPipeline) -> None:

@@ -15,7 +15,7 @@ from benchmarks.highres.traffic import forecast, mean, most, of_image, stages, w
 from patchpar.comm.transport import DelayedTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.strategies.structure.after_guidance import AfterGuidance
-from patchpar.strategies.structure.blending import BlendPlan
+from patchpar.strategies.structure.blending import WEIGHTS, BlendPlan
 from patchpar.strategies.structure.guidance_fit import GuidanceFit, weighed
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
@@ -36,6 +36,7 @@ KINDS = ("windows", "prediction", "anchor", "latents")
 
 def values(sent: dict[str, int]) -> int:
     """Bytes of predictions; what ranks tell one another of weights is a few numbers."""
+    assert sent.keys() <= {*KINDS, WEIGHTS}
     return sum(sent.get(kind, 0) for kind in KINDS)
 
 
@@ -180,6 +181,14 @@ def test_what_is_wrong_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AfterGuidance, "takes", lambda self, partial_prediction: True)
     case = Case(arguments={"height": 128, "width": 128, "guidance_rescale": 0.7})
     with pytest.raises(UnsupportedModel, match="guidance at step 0 is no weighted mean of its branches"):
+        together(case, 2)
+
+
+def test_calls_with_other_branches_are_refused() -> None:
+    """A rank has other patches in each, unless it is said before that there are such calls."""
+    skipping = {"skip_guidance_layers": [1], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.9}
+    case = Case(pipeline="sd3", arguments={"height": 128, "width": 128, **skipping})
+    with pytest.raises(UnsupportedModel, match=r"step 1 has calls of 2 and of 1 guidance branches.*use one device"):
         together(case, 2)
 
 

@@ -17,7 +17,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.scheduler_step import SchedulerStepOverride
+from patchpar.strategies.scheduler_step import SchedulerStepOverride, WithinSteps
 from tests.contexts import ThreadContext
 
 SCHEDULERS = (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.UniPCMultistepScheduler)
@@ -118,6 +118,48 @@ def test_one_in_the_place_of_another_runs_both() -> None:
     assert ran == ["outer", "inner"]
     plain = scheduler_of(diffusers.FlowMatchEulerDiscreteScheduler)
     assert torch.equal(stepped, plain.step(0.1 * x, plain.timesteps[0], x, return_dict=False)[0])
+
+
+STEPS = 200
+
+
+class Following(WithinSteps):
+    """Notes the number of the next step in each step."""
+
+    def begin(self, scheduler: Any) -> list[int | None]:
+        found: list[int | None] = []
+
+        def run(step: Any, output: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+            following = self._next(timestep)
+            found.append(following and following[0])
+            return step(output, timestep, *args, **kwargs)
+
+        self._override(scheduler, run)
+        return found
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        diffusers.PNDMScheduler(skip_prk_steps=True),
+        diffusers.DPMSolverMultistepScheduler(use_karras_sigmas=True),
+        diffusers.DDIMScheduler(),
+    ],
+    ids=lambda scheduler: type(scheduler).__name__,
+)
+@pytest.mark.parametrize("first", [0, 7])
+def test_the_step_that_follows(scheduler: Any, first: int) -> None:
+    """Also where a timestep is there twice: PNDM's second, and what solvers round to the same."""
+    scheduler.set_timesteps(STEPS)
+    times, following = scheduler.timesteps[first:], Following()
+    assert isinstance(scheduler, diffusers.DDIMScheduler) or len(set(times.tolist())) < len(times) or first
+    for _ in range(2):
+        found = following.begin(scheduler)
+        for time in times:
+            scheduler.step(torch.ones(1, 4), time, torch.ones(1, 4))
+        assert found == [*range(first + 1, first + len(times)), None]
+        following.end()
+        scheduler.set_timesteps(STEPS)
 
 
 def test_a_scheduler_that_steps_by_other_names_steps_as_it_does() -> None:

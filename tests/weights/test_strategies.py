@@ -10,14 +10,38 @@ from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.breadth import first_of
 from tests.exact import denoisers
+from tests.stages.on_ranks import built
 from tests.tiny.transformers import TRANSFORMERS
+from tests.tokens.test_exact import REFUSED
 from tests.weights.strategies import KINDS
 
 ON_RANKS = "tests.weights.strategies"
 NAMES = [*TRANSFORMERS, *denoisers.KINDS]
 NETWORKS = {"sdxl": "UNet", "sd3": "joint transformer", "pixart": "cross-attention transformer", "wan": "video"}
-OF_EACH_KIND = ("PixArtTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel", "sdxl")
-"""Networks that no strategy refuses."""
+EXACT_ONLY = (
+    "AnyFlowFARTransformer3DModel",
+    "Kandinsky6SRTransformer3DModel",
+    "SanaTransformer2DModel",
+    "SanaVideoTransformer3DModel",
+    "WanAnimate2Transformer3DModel",
+)
+"""Classes whose stale values are not kept."""
+CACHED = (
+    "CogVideoXTransformer3DModel",
+    "CogView4Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanImageTransformer2DModel",
+    "HunyuanVideoFramepackTransformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "MochiTransformer3DModel",
+    "QwenImageTransformer2DModel",
+    "WanTransformer3DModel",
+    "WanVACETransformer3DModel",
+)
+"""Classes of which diffusers knows the blocks that its first-block cache leaves out."""
+BLOCKS = "_repeated_blocks"
+"""Of networks that diffusers can compile block by block."""
 PLANS = [
     "patch=2",
     "patch=3",
@@ -31,23 +55,28 @@ PLANS = [
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", first_of(NAMES, "PixArtTransformer2DModel"))
 def test_strategies_on_networks_of_diffusers(ranks: Any, name: str) -> None:
-    """Bits of the same strategy with whole weights, or the same refusal."""
+    """Bits of the same strategy with whole weights, or the same refusal, of the classes that are refused with these."""
     for found in ranks.run(f"{ON_RANKS}:every_strategy", 2, name):
         assert len(found) == 6
-        assert all(each is True or (isinstance(each, str) and name not in OF_EACH_KIND) for each in found.values())
+        for strategy, each in found.items():
+            is_refused = name in REFUSED or (name in EXACT_ONLY and not strategy.startswith("exact"))
+            assert isinstance(each, str) if is_refused else each is True, (strategy, each)
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_step_caches_on_networks_of_diffusers(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:step_cache", 2, name):
-        assert "none" in found or all(found.values()), found
+        assert all(found.values()) if name in CACHED else "none" in found or all(found.values()), found
 
 
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_blocks_of_networks_of_diffusers(ranks: Any, name: str) -> None:
+    network, _ = built(name)
+    has_blocks = bool(getattr(network, BLOCKS, None))
     for found in ranks.run(f"{ON_RANKS}:compiled", 2, name):
+        assert ("none" in found) != has_blocks, found
         assert "none" in found or set(found.values()) == {(True, found["whole"][1])}, found
         assert "none" in found or found["whole"][1] > 0
 

@@ -9,7 +9,6 @@ With one generator (or none) for all prompts, diffusers samples noise for the wh
 here, and keeps its rows: the image of a prompt depends neither on the number of ranks nor on the rank.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -128,10 +127,8 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
     Raises PlanError where the images of a part of the prompts would differ from those of one call for all.
     """
-    from patchpar.strategies.data.text_encoding import (  # which needs torch: on ranks only
-        TextArguments,
-        encoded_together,
-    )
+    from patchpar.strategies.data.noise import NoiseRows, no_tokens_sampled, noise_of_whole_batch  # needs torch
+    from patchpar.strategies.data.text_encoding import TextArguments, encoded_together
 
     part, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size, pipe)
     _refuse_what_depends_on_the_others(pipe, kwargs, part)
@@ -139,61 +136,11 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
     texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=part.total, rows=part.rows)
     with ExitStack() as stack:
         stack.enter_context(encoded_together(pipe, texts))
-        stack.enter_context(_noise_of_whole_batch(pipe, kwargs, part))
-        stack.enter_context(_no_tokens_sampled(pipe))
+        given, each = kwargs.get("generator"), images_each(kwargs)
+        rows = NoiseRows(pipeline=type(pipe).__name__, own=own, total=part.total, images=each, rows=part.rows)
+        stack.enter_context(noise_of_whole_batch(given, rows))
+        stack.enter_context(no_tokens_sampled(type(pipe).__name__))
         yield own_kwargs
-
-
-@contextmanager
-def _noise_of_whole_batch(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> Iterator[None]:
-    """While open, noise is our part of that for all prompts, unless generators are a list. Raises PlanError."""
-    from diffusers.utils import torch_utils
-
-    plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), part.stop - part.start
-
-    def randn_tensor(shape: Sequence[int], generator: Any = None, *args: Any, **more: Any) -> Any:
-        rows = shape[0]
-        if isinstance(generator, list) and len(generator) == 1:  # as diffusers does
-            generator = generator[0]
-        if generator is None and given is not None:
-            _refuse_noise_of_its_own(pipe, kwargs, rows, own)
-        elif isinstance(given, list) or generator is not given or rows % own:
-            return plain(shape, generator, *args, **more)
-        noise = plain((rows // own * part.total, *shape[1:]), generator, *args, **more)
-        return noise[part.rows(len(noise))].clone()
-
-    others = [module for module in list(sys.modules.values()) if module is not torch_utils]
-    importers = [module for module in others if getattr(module, "__dict__", {}).get("randn_tensor") is plain]
-    for module in importers:
-        module.__dict__["randn_tensor"] = randn_tensor
-    try:
-        yield
-    finally:
-        for module in importers:
-            module.__dict__["randn_tensor"] = plain
-
-
-@contextmanager
-def _no_tokens_sampled(pipe: Any) -> Iterator[None]:
-    """While open, sampling of tokens is refused (PlanError).
-
-    Sampled tokens depend on those of the prompts before: of language models that rewrite a prompt or generate the
-    tokens of an image, and of image models that sample their tokens.
-    """
-    import torch
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise PlanError(
-            f"{type(pipe).__name__} samples tokens: those of a prompt depend on the prompts before it, "
-            "so that data ranks would give other images. Use data=1"
-        )
-
-    plain = torch.multinomial
-    torch.multinomial = refuse
-    try:
-        yield
-    finally:
-        torch.multinomial = plain
 
 
 def _count_prompts(kwargs: Mapping[str, Any]) -> int:
@@ -257,17 +204,6 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
                     "with it"
                 )
     _refuse_one_image(pipe, kwargs, part)
-
-
-def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
-    """Refuse rows of noise of an unknown order: sampled without the given generator, and not one for each image."""
-    images = images_each(kwargs)
-    if rows != own * images:
-        raise PlanError(
-            f"{type(pipe).__name__} samples noise for {rows} rows from torch's own generator, though it was "
-            f"given another one: which of them belong to which of {own * images} images is not known, so that data "
-            "ranks may give other images. Use data=1 for this call"
-        )
 
 
 def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:

@@ -6,6 +6,7 @@ rows of that. Where it is not known which these are, it takes what it has encode
 """
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,9 +35,11 @@ class TextArguments:
 
     def for_all(self, value: Any) -> Any:
         """Return an argument of `encode_prompt` for all prompts; the same object if it has no entry per prompt."""
-        for each, own in self.own_call.items():
-            if self.whole_call[each] is not own and (own is value or _are_the_same(own, value)):
-                return self.whole_call[each]
+        pairs = [(own, self.whole_call[each]) for each, own in self.own_call.items()]
+        for matches in (operator.is_, _are_the_same):  # two arguments may be alike for our prompts alone
+            for own, whole in pairs:
+                if whole is not own and matches(own, value):
+                    return whole
         if isinstance(value, list) and len(value) == self.own and all(_is_text(each, value[0]) for each in value):
             return value[:1] * self.total  # the pipeline's own negative prompt, one for each
         return value

@@ -81,7 +81,15 @@ class AfterGuidance(WithinSteps):
             self._seen += whole_BCHW.chunk(branches)
 
     def put_off(self, layout: PatchInputs, partial_prediction: PartialPrediction) -> Tensor:
-        """Keep a partial prediction for the merge; return it as x_BCHW, NaN where it is not this rank's."""
+        """Keep a partial prediction for the merge; return it as x_BCHW, NaN where it is not this rank's.
+
+        Raises UnsupportedModel where a rank has other patches than in an earlier call of the step.
+        """
+        if self._waiting and self._waiting[0].assignment != partial_prediction.assignment:
+            raise UnsupportedModel(
+                f"step {self._clock.evaluation} has calls of {self._waiting[0].branches} and of "
+                f"{partial_prediction.branches} guidance branches, of which ranks have other patches: use one device"
+            )
         self._layout = layout
         self._waiting.append(partial_prediction)
         return partial_prediction.image_BCHW

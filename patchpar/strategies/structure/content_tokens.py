@@ -16,9 +16,13 @@ ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"), ("
 
 
 class ContentTokens:
-    """Token ids of an image's prompts. Call `reset` before every image, `close` at the end."""
+    """Token ids of an image's prompts. Call `reset` before every image, `close` at the end.
+
+    `has_texts`: prompts are given as texts. Where they are embeddings, a text that is encoded is a negative prompt.
+    """
 
     def __init__(self, pipe: Any) -> None:
+        self.has_texts = True
         self._prompts: dict[str, Tensor] = {}
         self._tokenizers = {encoder: getattr(pipe, name, None) for encoder, name in ENCODERS}
         self._hooks = HookSet()
@@ -29,7 +33,7 @@ class ContentTokens:
 
     def _note(self, name: str, encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input_ids")
-        if isinstance(ids, Tensor) and ids.ndim == 2:
+        if self.has_texts and isinstance(ids, Tensor) and ids.ndim == 2:
             self._prompts.setdefault(name, ids.detach().cpu())  # prompts come before negative prompts
 
     def reset(self) -> None:

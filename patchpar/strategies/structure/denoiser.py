@@ -9,7 +9,7 @@ merged, never samples, so that multistep solvers work and no scheduler state has
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,16 +46,17 @@ from patchpar.strategies.structure.structure import Method
 from patchpar.strategies.structure.window_stage import WindowStage
 from patchpar.strategies.structure.windows import Windows, Zone
 
+SKIPPED_LAYERS = "skip_guidance_layers"
 log = logging.getLogger(__name__)
 
 
 class HighResDenoiser:
     """A denoiser that evaluates a large image as patches. Every rank passes and gets tensors of the large image's size.
 
-    `pipe` is the pipeline that the denoiser belongs to: its scheduler gives the noise level of a timestep. Call `reset`
-    before every image, `finish` after it. `watched`: a callback reads latents between the steps, on all ranks; set it
-    before `reset`. `exchange` is "on", or "off" as a negative control: predictions of other ranks are then 0.
-    `verifications`: of teams, which are verified at their first use, and of foreign code.
+    `pipe` is the pipeline that the denoiser belongs to: its scheduler gives the noise level of a timestep. Call
+    `expect` and `reset` before every image, `finish` after it. `exchange` is "on", or "off" as a negative control:
+    predictions of other ranks are then 0. `verifications`: of teams, which are verified at their first use, and of
+    foreign code.
     """
 
     history = None  # no stale state, so that no step is marked as exact
@@ -72,7 +73,7 @@ class HighResDenoiser:
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
         (self._comm, self.axis), self.clock = mesh, clock or StepClock()
-        self.exchange, self.watched = "on", False
+        self.exchange, self._watched, self._is_whole = "on", False, False
         self.native = NativeSize.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
         if method.guidance.masked and not attention.layers and self.axis.rank == 0:
@@ -180,6 +181,16 @@ class HighResDenoiser:
                 f"{len(windows)} windows of {branches} guidance branches each: use at most {most}"
             )
 
+    def expect(self, call: Mapping[str, Any], *, watched: bool = False, previewed: bool = False) -> None:
+        """Note the arguments of the pipeline's next `call`, the same on all ranks.
+
+        `watched`: a callback reads the latents between its steps, on all ranks. `previewed`: the caller also gets what
+        the scheduler makes of predictions.
+        """
+        # Guidance that skips layers has calls with other branches, of which a rank has other patches.
+        self._watched, self._is_whole = watched, previewed or call.get(SKIPPED_LAYERS) is not None
+        self._content.has_texts = call.get("prompt_embeds") is None
+
     def reset(self) -> None:
         """Begin an image. Raises UnsupportedModel for a denoiser with a cache of diffusers."""
         self._refuse_cache()
@@ -190,8 +201,8 @@ class HighResDenoiser:
         self._detail.begin(self.pipe.scheduler, self.native.channels)
         if self._fresh is not None:
             self._fresh.begin(self.pipe.scheduler)
-        if not self.method.guidance.lag:  # with lag the guidance needs each branch of the previous step
-            self._after.begin(self.pipe.scheduler, watched=self.watched)
+        if not (self._is_whole or self.method.guidance.lag):  # the lag needs each branch of the previous step
+            self._after.begin(self.pipe.scheduler, watched=self._watched)
 
     def _refuse_cache(self) -> None:
         name = cache_of(self.denoiser)

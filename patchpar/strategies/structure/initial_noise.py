@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order, with_sample
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
 
 IMAGES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to an image
+NOISE_OF_STEPS = ("ets", "derivatives", "order_list")
+"""Of schedulers that combine noise predictions of several steps, or several steps into one: attributes."""
 
 
 def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tensor:
-    """Return noise whose patches have this correlation with the anchor, each white in itself: x_BCHW."""
+    """Return noise whose patches but the anchor have this correlation, each white in itself: x_BCHW.
+
+    With the anchor, which is what they have in common, it is the square root of that.
+    """
     if correlation == 0:
         return noise_BCHW
     patches = interlace.split(noise_BCHW)
@@ -64,34 +69,60 @@ class SharedNoise:
 class FreshNoise(WithinSteps):
     """Gives the latent fresh noise where the time falls to `switch`: its estimated clean latent, noised again.
 
-    Call `begin` before every image, `end` after it. The noise depends on `seed` alone: the same on all ranks.
+    Call `begin` before every image, `end` after it. The noise depends on `seed` alone: the same on all ranks, and for
+    all images of a batch.
     """
 
     def __init__(self, switch: float, seed: int) -> None:
         self._switch, self._seed = switch, seed
 
     def begin(self, scheduler: Any) -> None:
-        """Override `scheduler.step`. Raises PlanError for a second-order scheduler."""
+        """Override `scheduler.step`. Raises PlanError for a scheduler whose steps depend on noise of earlier ones."""
         self.end()
         refuse_second_order(scheduler, "renoised", "renoised=false")
+        if any(hasattr(scheduler, name) for name in NOISE_OF_STEPS):
+            raise PlanError(
+                f"renoised: {type(scheduler).__name__} combines several steps, whose noise is another one after the "
+                "switch: use another scheduler, or renoised=false"
+            )
 
         def stepped(step: Step, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
             later = self._next(timestep)
-            crosses = later is not None and self._is_below(later[1]) and not self._is_below(timestep)
-            fresh = self._noised(model_output, timestep, sample, later[1]) if later is not None and crosses else None
+            if later is None or not self._is_below(later[1]) or self._is_below(timestep):
+                return step(model_output, timestep, sample, *args, **kwargs)
+            clean = self._clean(model_output, timestep, sample)
             result = step(model_output, timestep, sample, *args, **kwargs)
-            return result if fresh is None else with_sample(result, fresh)
+            _restart(scheduler)
+            return with_sample(result, self._noised(clean, later[1]).to(sample.dtype))
 
         self._override(scheduler, stepped)
 
     def _is_below(self, timestep: Any) -> bool:
         return level_of(self._scheduler, timestep).time <= self._switch
 
-    def _noised(self, prediction: Tensor, timestep: Any, sample: Tensor, later: Tensor) -> Tensor:
+    def _clean(self, prediction: Tensor, timestep: Any, sample: Tensor) -> Tensor:
+        """Return the estimate of the clean latent before a step, of the sample's shape, in float32."""
         scheduler = self._scheduler
         x = scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else sample
-        clean = level_of(scheduler, timestep).clean(x.float(), prediction.float())
-        noise = torch.randn(sample.shape, generator=torch.Generator().manual_seed(self._seed)).to(sample.device)
-        if hasattr(scheduler, "scale_noise"):
-            return scheduler.scale_noise(clean, later[None], noise).to(sample.dtype)
-        return scheduler.add_noise(clean, noise, later[None]).to(sample.dtype)
+        return level_of(scheduler, timestep).clean(x.float(), prediction.float())
+
+    def _noised(self, clean: Tensor, later: Tensor) -> Tensor:
+        """Return clean latents [B, ...] with noise of the timestep that follows the step that has been made.
+
+        diffusers' schedulers that were told where they begin add that of their current step. Every image gets the same,
+        whichever others it is generated with.
+        """
+        one = torch.randn((1, *clean.shape[1:]), generator=torch.Generator().manual_seed(self._seed))
+        noise = one.to(clean.device).expand_as(clean)
+        if hasattr(self._scheduler, "scale_noise"):
+            return self._scheduler.scale_noise(clean, later[None], noise)
+        return self._scheduler.add_noise(clean, noise, later[None])
+
+
+def _restart(scheduler: Any) -> None:
+    """Let a solver forget earlier steps: one that corrects its last step would undo the fresh noise."""
+    if hasattr(scheduler, "model_outputs"):
+        scheduler.model_outputs = [None] * len(scheduler.model_outputs)
+        scheduler.lower_order_nums = 0
+    if hasattr(scheduler, "last_sample"):
+        scheduler.last_sample = None
