@@ -28,6 +28,9 @@ A, B, C, D = images(4)
 CASES = {
     "one for all prompts": ("sd_controlnet", [A, B]),
     "one each, by prompt": ("sd_controlnet", [[A, B], [C, D]]),
+    "one for all, of tokens": ("flux_controlnet_img2img", [A, B]),
+    "one each, by ControlNet": ("flux_controlnet_img2img", [[A, B], [C, D]]),
+    "one for all, and one each": ("flux_controlnet_img2img", [A, [C, D]]),
 }
 
 
@@ -45,7 +48,7 @@ def two_controlnets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "build", build)
 
 
-@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts"))
+@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts", "one each, by ControlNet"))
 @pytest.mark.usefixtures("two_controlnets")
 def test_each_prompt_has_the_images_of_one_call(case: str) -> None:
     """Two ControlNets and two prompts: a list of two images is one for each ControlNet."""
@@ -53,7 +56,7 @@ def test_each_prompt_has_the_images_of_one_call(case: str) -> None:
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0], GUIDING[name]: given}
     call["controlnet_conditioning_scale"] = [1.0, 2.0]
     if name != "sd_controlnet":
-        call["image"] = images(2)
+        call |= {"image": images(2), "control_mode": [None, None]}  # without modes diffusers calls no ControlNet
     expected, _ = alone(name, call)
     assert error(on_all(name, 2, call)[0], expected) <= 1e-5
     others, _ = alone(name, call | {GUIDING[name]: given[::-1]})
