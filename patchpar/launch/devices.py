@@ -72,9 +72,13 @@ def count_named(devices: object) -> int | None:
         return len(devices)
     if is_whole(devices, float("-inf")):
         return devices
-    text = devices.strip() if isinstance(devices, str) else ""
-    number = text.partition(":")[2] if text.startswith(("cpu:", f"{RAY}:")) else text
-    return int(number) if number.isdigit() else len(text.split(",")) if "," in text else None
+    text = str(devices).strip()
+    if "," in text:
+        return len(text.split(","))
+    kind, _, number = text.rpartition(":")
+    if not (number.isascii() and number.isdigit()):
+        return None
+    return 1 if kind in accelerators.KINDS else int(number)
 
 
 def available_cores() -> int:
