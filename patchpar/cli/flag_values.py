@@ -5,6 +5,7 @@ import math
 from patchpar.errors import PlanError
 
 AUTO_BATCH = 8
+"""Requests: whoever is in a batch waits until all of it is made."""
 
 
 def batch_of(text: str) -> int:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from patchpar.models.task import RequestedTask
 
 F = TypeVar("F")
-"""Requests: whoever is in a batch waits until all of it is made."""
 
 
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
