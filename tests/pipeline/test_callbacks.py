@@ -143,9 +143,9 @@ def test_another_thread_cannot_stop_the_run(parallel: ParallelPipeline) -> None:
         refused.append(True)
 
     def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        thread = threading.Thread(target=stop)
+        thread = threading.Thread(target=stop, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(20)  # it would wait for the call, which waits for this
         return tensors
 
     parallel(**CALL, generator=generator(), callback_on_step_end=callback)
