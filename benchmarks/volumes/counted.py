@@ -75,8 +75,8 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
         bands.denoise(denoiser.forward, **call)
         if history is not None:
             history.clock.tick()
-        ways["sent"].append(_by_kind(comm.traffic.bytes_sent))
-        ways["received"].append(_by_kind(comm.traffic.bytes_received))
+        ways["sent"].append(by_kind(comm.traffic.bytes_sent))
+        ways["received"].append(by_kind(comm.traffic.bytes_received))
     held = history.cache.num_bytes() if history is not None else StaleBytes(0, 0)
     bands.finish()
     bands.restore()
@@ -86,7 +86,7 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
     }
 
 
-def _by_kind(counted: Mapping[str, int]) -> dict[str, int]:
+def by_kind(counted: Mapping[str, int]) -> dict[str, int]:
     """Return bytes of all kinds that the formula knows, and of others that are sent all the same."""
     return {**dict.fromkeys(KINDS, 0), **{kind: count for kind, count in counted.items() if count}}
 

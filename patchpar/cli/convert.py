@@ -36,7 +36,7 @@ def convert(request: ConvertFlags) -> None:
         with stdout_kept_clean(request.json):
             found = _converted(request)
         if request.json:
-            print_json(_as_dict(found))
+            print_json(as_dict(found))
             return
         entry = f" ({found.entry})" if found.entry else ""
         typer.echo(f"{found.family}{entry}: {found.num_weights / 1e6:.1f} million weights, other parts of {found.base}")
@@ -58,7 +58,8 @@ def _converted(request: ConvertFlags) -> ConvertedModel:
     )
 
 
-def _as_dict(found: ConvertedModel) -> dict[str, Any]:
+def as_dict(found: ConvertedModel) -> dict[str, Any]:
+    """Return what `--json` prints."""
     return {
         "folder": str(found.folder),
         "family": found.family,

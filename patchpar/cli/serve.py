@@ -43,18 +43,8 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_STREAMS = ("stream_slots", "max_seconds")
 OF_IMAGES = (
     *("plan", "per_request", "quality", "task", "lora", "batch", "batch_wait_ms", "policy", "recover", "max_queue"),
-    *(
-        "max_per_key",
-        "max_per_user",
-        "max_pixels",
-        "max_steps",
-        "max_frames",
-        "max_kept",
-        "max_kept_gb",
-        "ttl",
-        "files",
-    ),
-    *("journal", "admin_key_file", "secret_file", "trusted_network"),
+    *("max_per_key", "max_per_user", "max_pixels", "max_steps", "max_frames", "max_kept", "max_kept_gb", "ttl"),
+    *("files", "journal", "admin_key_file", "secret_file", "trusted_network"),
 )
 """Flags that a server of the other kind has no use for."""
 

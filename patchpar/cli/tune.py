@@ -39,7 +39,7 @@ def tune(request: TuneFlags) -> None:
             found = _tuned(request)
         seconds = time.perf_counter() - start
         if request.json:
-            print_json(_as_dict(found, seconds))
+            print_json(as_dict(found, seconds))
         else:
             for line in lines(found, seconds):
                 typer.echo(line)
@@ -87,7 +87,8 @@ def _kinds(machine: MeasuredMachine) -> list[MeasuredDevice]:
     return list({each.name: each for each in (machine.device, *machine.mixed)}.values())
 
 
-def _as_dict(found: TuneResult, seconds: float) -> dict[str, Any]:
+def as_dict(found: TuneResult, seconds: float) -> dict[str, Any]:
+    """Return what `--json` prints. `seconds`: that the measurement took."""
     machine = found.machine
     if machine is None:
         return {"busy": True, "machine": None, "seconds": seconds}

@@ -6,7 +6,7 @@ Messages are unpickled, so they may only arrive through a channel that no untrus
 
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,7 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
     except MemoryError:
         raise
     except Exception as error:
-        named = {f"argument {number + 1}": value for number, value in enumerate(args)}
-        named.update({f"argument {name!r}": value for name, value in kwargs.items()})
-        for name, value in named.items():
+        for name, value in _arguments(args, kwargs):
             if reason := _reason_against(value):
                 name, value = _narrowed(name, value)
                 raise PlanError(
@@ -94,14 +92,24 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
         raise
 
 
+def _arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the arguments of a call by name. A dict among them holds those of the call of a pipeline."""
+    for number, value in enumerate(args):
+        if isinstance(value, dict) and all(isinstance(name, str) for name in value):
+            yield from ((f"argument {name!r}", each) for name, each in value.items())
+        else:
+            yield f"argument {number + 1}", value
+    yield from ((f"argument {name!r}", value) for name, value in kwargs.items())
+
+
 def _narrowed(name: str, value: object) -> tuple[str, object]:
     """Return name and value of what cannot be sent in an argument: of an item, where it is a dict, list or tuple."""
     items: Iterable[tuple[object, object]] = ()
     if isinstance(value, (dict, list, tuple)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, each in items:
-        if _reason_against(each):
-            return _narrowed(f"argument {key!r}" if isinstance(key, str) else f"{name}[{key!r}]", each)
+        if each is not value and _reason_against(each):
+            return _narrowed(f"{name}[{key!r}]", each)
     return name, value
 
 

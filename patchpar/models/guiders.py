@@ -12,7 +12,7 @@ GUIDES = "do_classifier_free_guidance"
 def guider_branches(pipe: Any) -> int | None:
     """Return the number of guidance branches by the pipeline's guider; None for a class of pipelines without guiders.
 
-    Of a call from its first step on: a guider remembers the step in which the last call has ended.
+    Counted by a new guider of the same configuration: this one may be in the last step of a call, without guidance.
     """
     if GUIDER not in pipe.components:
         return None

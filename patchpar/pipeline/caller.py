@@ -30,7 +30,7 @@ from patchpar.pipeline.messages import (
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.pipeline.stragglers import StragglerMonitor
-from patchpar.pipeline.torch_switches import caller_switches
+from patchpar.pipeline.torch_switches import caller_autocast, caller_switches
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import merge_outputs
 
@@ -53,6 +53,7 @@ class CallController:
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] = {}
         self._random: RandomState | None = None  # None: that of the thread which makes the call
+        self._autocast = caller_autocast()
         self._callback = self._take_callback()
         self._thread: int | None = None
         self._import: threading.Thread | None = None
@@ -87,7 +88,9 @@ class CallController:
 
     def alone(self, kind: type[C], kwargs: Mapping[str, Any]) -> C:
         """Return a call with other arguments, otherwise like this one, without a callback and previews."""
-        return kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
+        found = kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
+        found._autocast = self._autocast
+        return found
 
     @property
     def has_enough(self) -> bool:
@@ -138,6 +141,7 @@ class CallController:
             recorded=recorded,
             adapters=self.adapters,
             switches=caller_switches() if self._kind == "local" else None,
+            autocast=self._autocast,
         )
 
     @contextmanager

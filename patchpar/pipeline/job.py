@@ -58,7 +58,7 @@ class PipelineJob:
         self._future.set_running_or_notify_cancel()  # only `cancel` of the job ends it
         self._is_cancelled = self._is_to_suspend = False
         self._is_queued = threading.Event()  # for its ranks
-        self._is_whole, self._begins = True, [0.0]  # of the latest attempt: its ranks make all of the call, since when
+        self._is_forecast, self._begins = True, [0.0]  # of the latest attempt: see CallOptions; since when it runs
         self.run: Run | None = None
         """Statistics of the call, once it has ended."""
         self.reason = "as requested"
@@ -197,7 +197,7 @@ class PipelineJob:
             output = output_of(results)
             figures, end = tuple(each for result in results for each in result.figures), time.perf_counter()
             run = Run(plan=plan, seconds=end - start, ranks=figures)
-            self.run = state.ended(run, caller.bound, busy=end - self._begins[-1] if self._is_whole else None)
+            self.run = state.ended(run, caller.bound, busy=end - self._begins[-1] if self._is_forecast else None)
         return output
 
     def _keep_changes(self, *, ended: bool) -> None:
@@ -238,7 +238,7 @@ class PipelineJob:
         state.form_groups(plan, ranks)
         installation = state.installation_on(ranks)
         options = caller.options(plan, ranks, state.request, installation=installation, tracing=state.tracing)
-        self._is_whole, self._begins = not (options.recorded or options.decoded_previews), [time.perf_counter()]
+        self._is_forecast, self._begins = options.is_forecast, [time.perf_counter()]
         results = state.ranks.call(
             "generate",
             caller.kwargs,

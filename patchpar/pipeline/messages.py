@@ -85,7 +85,8 @@ class CallOptions:
     rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
     one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
-    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own.
+    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the
+    names of dtypes of the caller's autocast, by type of device.
     """
 
     plan: Plan
@@ -104,6 +105,7 @@ class CallOptions:
     adapters: tuple[tuple[str, float], ...] | None = None
     decoded_previews: int = 0
     switches: Mapping[str, Any] | None = None
+    autocast: Mapping[str, str] = field(default_factory=dict)
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)
@@ -121,8 +123,13 @@ class CallOptions:
     @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
-        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "switches")
+        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "switches", "autocast")
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
+
+    @property
+    def is_forecast(self) -> bool:
+        """Whether forecasts are of such a call: its ranks make all of it, in the dtype of its networks."""
+        return not (self.recorded or self.decoded_previews or self.autocast)
 
 
 EVERY_STEP = 2**31

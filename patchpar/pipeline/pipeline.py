@@ -197,7 +197,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         bound = bind(known, args, kwargs)
         check_call(known, bound)
         warn_of_unknown_words(known, bound)
-        self._state.lent.warn_of_changes()
+        self._state.copies.warn_of_changes()
         check_generators(bound, executor.devices, executor.random_widths)
         given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
         caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
@@ -269,7 +269,7 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         else:
             self._state.check_set(name, value)
             changed = next(filter(None, self._executor.call("set", name, value, replay=name)))
-            self._state.lent.forget(name)
+            self._state.copies.forget(name)
             self._state.model = replace(self.description, **changed)
 
     def __dir__(self) -> Iterable[str]:

@@ -34,7 +34,7 @@ from patchpar.pipeline.messages import (
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.step_callbacks import asking
-from patchpar.pipeline.torch_switches import take_switches
+from patchpar.pipeline.torch_switches import take_switches, under_autocast
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
@@ -69,7 +69,7 @@ class PipelineCall:
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
-        """Call the pipeline, with the caller's switches of torch. Networks keep nothing of a call that fails."""
+        """Call the pipeline, with the caller's switches and autocast. Networks keep nothing of a call that fails."""
         take_switches(self.options.switches)
         arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
@@ -81,6 +81,7 @@ class PipelineCall:
                     self.pipe, self.options.plan, device(self.context.device), aside=self._aside, is_callers=is_callers
                 )
                 stack.enter_context(self._decoder.watching(arguments))
+            stack.enter_context(under_autocast(self.options.autocast, device(self.context.device).type))
             stack.enter_context(self._stepping())
             stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
             if self.calls is not None:

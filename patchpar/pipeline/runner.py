@@ -39,6 +39,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.rank_random import GeneratorStates, random_state, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.sent_values import refuse_networks
+from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
 from patchpar.pipeline.whole_weights import make_whole_for
@@ -56,13 +57,11 @@ class PipelineRunner:
     """One rank's pipeline."""
 
     def __init__(self, context: RankContext) -> None:
-        self.context = context
-        self.device = torch.device(context.device)
+        self.context, self.device = context, torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
         self._installed = InstalledPlan()
-        self._installed_for = CallOptions(plan=Plan()).to_install
-        self._installation = 0
+        self._installed_for, self._installation = CallOptions(plan=Plan()).to_install, 0
         self._transport: Transport | None = None
         self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
         self._held = HeldWeights(context.rank, self.device, self._communicator)
@@ -109,19 +108,20 @@ class PipelineRunner:
         return described(pipe)
 
     def apply(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: Any = (), *, everywhere: bool = False
     ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
-        Raises UnsupportedModel for a network, which cannot be returned, and what the method raises.
+        `autocast`: see CallOptions. Raises UnsupportedModel for a network, which is not returned, and what it raises.
         """
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        result = done_or_undone(self.pipe, name, method, args, kwargs)
+        with under_autocast(autocast, self.device.type):
+            result = done_or_undone(self.pipe, name, method, args, kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return MethodResult(itself=True)
         return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))

@@ -13,10 +13,10 @@ from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.worker_executor import WorkerExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
+from patchpar.pipeline.attribute_copies import AttributeCopies
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
-from patchpar.pipeline.lent_copies import LentCopies
 from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
@@ -37,7 +37,7 @@ class PipelineState:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
         self.timed = TimedPlans(None, {}, ())
-        self.slow_ranks, self.lent = SlowRanks(), LentCopies()
+        self.slow_ranks, self.copies = SlowRanks(), AttributeCopies()
         self.seconds_alone: dict[int, float] = {}  # of a denoiser call, by rank, once it has been measured
         self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
@@ -95,7 +95,7 @@ class PipelineState:
         """Return an attribute of the pipeline: with workers a copy, under torchrun that of this process."""
         value = self.ask("get", name)
         if self.ranks.kind == "local":
-            self.lent.note(name, value)
+            self.copies.note(name, value)
         return value
 
     def check_set(self, name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from patchpar.launch.replay import CallEffects, NamedAdapters
 from patchpar.models.files import path_of
+from patchpar.pipeline.torch_switches import caller_autocast
 
 LOAD_SECONDS = 3600.0  # for a large model on a slow disk; a worker that dies is noticed at once all the same
 COMPUTES = frozenset(
@@ -112,7 +113,8 @@ def engine_call(
     """Return arguments and options of `Executor.call` that run the method `path` on every rank."""
     whole, named = with_whole_paths(path, args, kwargs)
     change = change_of(path, whole, named, is_fresh=is_fresh)
-    return ["apply", path, whole, named], {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
+    words = ["apply", path, whole, named, *([] if change else [caller_autocast()])]
+    return words, {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
 
 
 def with_whole_paths(

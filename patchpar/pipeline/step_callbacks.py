@@ -1,9 +1,10 @@
-"""The two kinds of callbacks in diffusers: `callback_on_step_end`, and `callback` of pipelines that have no other.
+"""The two kinds of callbacks in diffusers: `callback_on_step_end`, and the older `callback`.
 
     callback_on_step_end(pipe, step, timestep, tensors)      may return other tensors
     callback(step, timestep, latents)                        may write to the latents; `callback_steps`: how often
 
-A caller's callback of either kind is asked as the first. Does not import torch.
+A caller's callback of either kind is asked as the first; the older one where the pipeline has no other, as diffusers
+deprecates it elsewhere. Does not import torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,9 +23,9 @@ OnStepEnd = Callable[..., Mapping[str, Any]]
 def with_callback_on_step_end(model: PipelineInfo, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call with its `callback` as a `callback_on_step_end`, on which all else depends.
 
-    Raises PlanError for one that the pipeline has only as a deprecated name, or not at all.
+    Raises PlanError for one that is deprecated in this pipeline, or that it does not have at all.
     """
-    if OLDER in model.parameters:
+    if OLDER in model.parameters and ON_STEP_END not in model.parameters:
         callback = kwargs.get(OLDER)
         others = {name: value for name, value in kwargs.items() if name != OLDER}
         return kwargs if callback is None else {**others, ON_STEP_END: _of_latents(callback)}

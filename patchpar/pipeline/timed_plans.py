@@ -129,8 +129,8 @@ class TimedPlans:
     def compared(self, run: Run, kwargs: Mapping[str, Any], busy: float | None) -> Run:
         """Return the statistics of a call with its forecast for the steps that it has made. It knows of no callback.
 
-        `busy`: seconds in which its ranks made all of it, without the wait for them; None where they went on with what
-        had been computed before. A first call, which also verifies, corrects nothing.
+        `busy`: seconds that its ranks took, without the wait for them; None of a call that no forecast is of, see
+        CallOptions. A first call, which also verifies, corrects nothing.
         """
         if kwargs.get(CALLBACK) is not None:
             return run

@@ -1,13 +1,17 @@
 """torch's process-wide switches of precision and kernels, which a caller's script sets: workers compute with the same.
 
+And under the same autocast, which torch keeps by thread: jobs, in threads of their own, under that of their caller.
+
 Does not import torch, so that a caller need not; one that has not imported it has set nothing.
 """
 
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from operator import attrgetter
 from typing import Any
+
+from patchpar.launch.accelerators import KINDS
 
 MATMUL = "float32_matmul_precision"
 """Of torch.set_float32_matmul_precision, which sets others of these too and therefore comes first."""
@@ -58,3 +62,21 @@ def _found() -> dict[str, Any]:
         with suppress(AttributeError, RuntimeError):  # of another version of torch, or as above
             found[name] = attrgetter(name)(torch)
     return found
+
+
+def caller_autocast() -> Mapping[str, str]:
+    """Return the names of the dtypes of autocast in this thread, by type of device; empty where it is off."""
+    found = dict[str, str]()
+    torch: Any = sys.modules.get("torch")
+    for kind in ("cpu", *KINDS) if torch else ():
+        with suppress(RuntimeError):  # a type that this build of torch does not know
+            if torch.is_autocast_enabled(kind):
+                found[kind] = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    return found
+
+
+def under_autocast(wanted: Mapping[str, str], kind: str) -> AbstractContextManager[object]:
+    """Return a context in which devices of this type compute under what `caller_autocast` has returned elsewhere."""
+    import torch
+
+    return torch.autocast(kind, getattr(torch, wanted[kind])) if kind in wanted else nullcontext()

@@ -286,7 +286,7 @@ class ImageGenerator:
         return FinishedCall(output, call.run, self.pipe.explain(call), call.retries)
 
     def close(self) -> None:
-        """End the workers. Idempotent. What the model is stays known, for who asks for a video until the port ends."""
+        """End the workers. Idempotent. The description of the model stays: requests need it until the port ends."""
         if self._pipe is not None:
             self._pipe.close()
 

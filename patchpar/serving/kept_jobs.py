@@ -280,7 +280,7 @@ class KeptJobs:
         self._keys = {key: found for key, found in self._keys.items() if found[0] in self._jobs}
 
     def _too_large(self, by_owner: Collection[deque[KeptJob]]) -> Iterator[KeptJob]:
-        """Yield the oldest results of who takes most, until the others take no more bytes than are kept, or are one."""
+        """Yield the oldest results of the owner with most bytes, until the rest is within the limit, or only one."""
         taken = {id(jobs): sum(kept.bytes for kept in jobs) for jobs in by_owner}
         while sum(taken.values()) > self._limits.bytes and sum(map(len, by_owner)) > 1:
             jobs = max(by_owner, key=lambda jobs: taken[id(jobs)])

@@ -60,7 +60,7 @@ class ModelServer:
     def drain(self) -> bool:
         """Accept nothing more, and finish what was accepted within the grace period. Return whether it has ended.
 
-        A request that has ended is encoded and sent then, which takes seconds for large images and slow clients.
+        Results are encoded and sent after their jobs have ended, which takes seconds for large images and slow clients.
         """
         seconds, unsent = self.service.settings.grace, self.service.metrics.unsent
         give_up = time.monotonic() + seconds

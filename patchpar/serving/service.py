@@ -187,7 +187,7 @@ class ImageService:
             return self._queue.append(work, takes=takes, facts=facts, source=source, kept=kept, admit=admit)
 
     def check_room(self, request: PipelineFields, owner: str, key: str = "") -> None:
-        """Raise RequestError as `submit` would now, whatever comes with the request; not for a `key` of KeptJobs."""
+        """Raise RequestError, as `submit`, if the queue takes no such request now; not if KeptJobs has one of `key`."""
         self._open_rules(request, is_earlier=False)
         if not self.kept.has_key(owner, key):
             with self._refusing():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.models.files import path_of
 from patchpar.pipeline.call_placement import MAX_RETRIES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole
@@ -92,13 +93,16 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name by which clients request the model: a hub id, or the last part of a folder's path."""
+        """The name by which clients request the model: a hub id, or the last part of a folder's path.
+
+        Raises PlanError for a path that cannot be.
+        """
         return _name_of(self.model)
 
 
 @cache
 def _name_of(model: str) -> str:
-    folder = Path(model).expanduser()
+    folder = path_of(model)
     if folder.is_dir():  # also one that reads like a hub id, and one whose path has no name, as `.`
         return folder.name if folder.name not in ("", "..") else folder.resolve().name
     parts = model.rstrip("/").split("/")

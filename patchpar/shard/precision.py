@@ -1,4 +1,4 @@
-"""Floating-point format of sums, and of products of fp32 numbers on GPUs."""
+"""Floating-point format of sums, of products of fp32 numbers on GPUs, and of autocast."""
 
 import threading
 from collections.abc import Iterator
@@ -23,6 +23,12 @@ def has_rounded_products(x: Tensor) -> bool:
     GPUs do so for convolutions in fp32 unless a program switches it off (torch.backends.cudnn.allow_tf32).
     """
     return x.is_cuda and x.dtype == torch.float32 and any(getattr(*each) not in (False, EXACT) for each in _switches())
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast on devices of a type; None where it is off in this thread."""
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 class _FullPrecision:

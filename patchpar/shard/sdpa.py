@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from patchpar.shard.precision import autocast_dtype
+
 T = TypeVar("T")
 TORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
@@ -59,11 +61,9 @@ class AttentionCall(NamedTuple):
 
     def in_one_dtype(self) -> "AttentionCall":
         """Return the call as torch.autocast gives it to torch's function, where its tensors differ in dtype."""
-        query, kind = self.query, self.query.device.type
-        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        query, mask, dtype = self.query, self.attn_mask, autocast_dtype(self.query.device.type)
+        if dtype is None:
             return self
-        dtype = torch.get_autocast_dtype(kind)
-        mask = self.attn_mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
         return self._replace(query=query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype), attn_mask=mask)

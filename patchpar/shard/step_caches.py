@@ -22,7 +22,6 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet, hooks_of
 
 FOLDER = "diffusers.hooks."
-WRITTEN_IN = ("first_block_cache", "mag_cache", "taylorseer_cache", "faster_cache", "sea_cache", "text_kv_cache")
 DECIDES_ALIKE = {
     "FirstBlockCacheConfig": "by a vote",
     "MagCacheConfig": "by the number of the step",
@@ -37,7 +36,9 @@ CONFIGURED_BY = {
     "faster_cache": "FasterCacheConfig",
     "pyramid_attention_broadcast": "PyramidAttentionBroadcastConfig",
     "sea_cache": "SeaCacheConfig",
+    "text_kv_cache": "TextKVCacheConfig",
 }
+"""By the file that has the hooks of a cache."""
 DECISION = "_should_compute_remaining_blocks"
 
 
@@ -156,7 +157,7 @@ def _magnitude(x: Tensor) -> Tensor:
 
 
 def _cache_hooks(denoiser: nn.Module) -> list[Any]:
-    return [hook for file, hook in _hooks_by_file(denoiser) if file in WRITTEN_IN]
+    return [hook for file, hook in _hooks_by_file(denoiser) if file in CONFIGURED_BY]
 
 
 def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:

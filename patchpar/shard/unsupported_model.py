@@ -28,7 +28,7 @@ def is_of_the_split(error: Exception) -> bool:
 
 @contextmanager
 def attempted() -> Iterator[None]:
-    """Context that ends where the model's own code fails, as it may in an attempt. What is not of it is raised."""
+    """Context that swallows errors of the model's own code, which may fail in an attempt; others are raised."""
     try:
         yield
     except Exception as error:

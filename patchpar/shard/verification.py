@@ -22,7 +22,7 @@ from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.precision import has_rounded_products, wide
+from patchpar.shard.precision import autocast_dtype, has_rounded_products, wide
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -60,7 +60,9 @@ def verify_once(
     Raises UnsupportedModel where they do not have the same facts, VerificationError.
     """
     comm, _ = mesh
-    start = time.perf_counter()
+    start, autocast = time.perf_counter(), autocast_dtype(comm.transport.device.type)
+    if autocast is not None:  # which rounds more, so that the limit is higher
+        facts = {**facts, "autocast": str(autocast)}
     with uncounted(comm):
         key = verifications.key(facts)
         known = verifications.find(key, "relative_error", _error)

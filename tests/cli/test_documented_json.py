@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from patchpar.cli.convert import _as_dict as converted
-from patchpar.cli.tune import _as_dict as tuned
+from patchpar.cli.convert import as_dict as converted
+from patchpar.cli.tune import as_dict as tuned
 from patchpar.pipeline.planner.tune.tune import TuneResult
 from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.volumes.__main__ import EMBEDDED, PUBLISHED, STRATEGIES, inner, received
-from benchmarks.volumes.counted import _by_kind
+from benchmarks.volumes.counted import by_kind
 from benchmarks.volumes.formula import KINDS, Volumes
 from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.plan.bands import split_bands
@@ -39,7 +39,7 @@ def test_bytes_of_a_step_are_those_of_the_formula(
 
 
 def test_bytes_of_a_kind_that_no_formula_has_are_counted() -> None:
-    assert _by_kind({"kv": 1, "another": 2, "nothing": 0}) == {**dict.fromkeys(KINDS, 0), "kv": 1, "another": 2}
+    assert by_kind({"kv": 1, "another": 2, "nothing": 0}) == {**dict.fromkeys(KINDS, 0), "kv": 1, "another": 2}
 
 
 @pytest.mark.breadth

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from diffusers import MultiControlNetModel
+from diffusers import FluxMultiControlNetModel, MultiControlNetModel
 
 from patchpar.errors import PlanError
 from patchpar.strategies.data.split import as_one_call, split_call
@@ -16,7 +16,8 @@ from tests.tiny import sample_images
 
 from .test_data import PROMPTS, alone, error, generators, on_all
 
-NAME = "sd_controlnet"
+NETS = {"sd_controlnet": MultiControlNetModel, "flux_controlnet_img2img": FluxMultiControlNetModel}
+GUIDING = {"sd_controlnet": "image", "flux_controlnet_img2img": "control_image"}
 
 
 def images(count: int) -> list[Any]:
@@ -25,8 +26,11 @@ def images(count: int) -> list[Any]:
 
 A, B, C, D = images(4)
 CASES = {
-    "one for all prompts": [A, B],
-    "one each, by prompt": [[A, B], [C, D]],
+    "one for all prompts": ("sd_controlnet", [A, B]),
+    "one each, by prompt": ("sd_controlnet", [[A, B], [C, D]]),
+    "one for all, of tokens": ("flux_controlnet_img2img", [A, B]),
+    "one each, by ControlNet": ("flux_controlnet_img2img", [[A, B], [C, D]]),
+    "one for all, and one each": ("flux_controlnet_img2img", [A, [C, D]]),
 }
 
 
@@ -36,24 +40,26 @@ def two_controlnets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build(name: str) -> tiny.Tiny:
         built = plain(name)
-        # a new one hardly looks at its image
-        built.pipe.controlnet.controlnet_cond_embedding.conv_out.weight.data.mul_(1e5)
-        built.pipe.controlnet = MultiControlNetModel([built.pipe.controlnet, copy.deepcopy(built.pipe.controlnet)])
+        if name == "sd_controlnet":  # a new one hardly looks at its image
+            built.pipe.controlnet.controlnet_cond_embedding.conv_out.weight.data.mul_(1e5)
+        built.pipe.controlnet = NETS[name]([built.pipe.controlnet, copy.deepcopy(built.pipe.controlnet)])
         return built
 
     monkeypatch.setattr(tiny, "build", build)
 
 
-@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts"))
+@pytest.mark.parametrize("case", first_of(CASES, "one for all prompts", "one each, by ControlNet"))
 @pytest.mark.usefixtures("two_controlnets")
 def test_each_prompt_has_the_images_of_one_call(case: str) -> None:
     """Two ControlNets and two prompts: a list of two images is one for each ControlNet."""
-    given: list[Any] = CASES[case]
-    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0], "image": given}
+    name, given = CASES[case]
+    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0], GUIDING[name]: given}
     call["controlnet_conditioning_scale"] = [1.0, 2.0]
-    expected, _ = alone(NAME, call)
-    assert error(on_all(NAME, 2, call)[0], expected) <= 1e-5
-    others, _ = alone(NAME, call | {"image": given[::-1]})
+    if name != "sd_controlnet":
+        call |= {"image": images(2), "control_mode": [None, None]}  # without modes diffusers calls no ControlNet
+    expected, _ = alone(name, call)
+    assert error(on_all(name, 2, call)[0], expected) <= 1e-5
+    others, _ = alone(name, call | {GUIDING[name]: given[::-1]})
     assert error(others, expected) > 1e-3
 
 

@@ -261,6 +261,8 @@ def test_an_argument_that_cannot_be_sent_is_named():
         encode_call("generate", [1, [2, threading.Lock()]], {}, 0.0)
     with pytest.raises(PlanError, match=r"generate: argument 'video' \(a generator\) cannot be sent.*generator"):
         encode_call("generate", [{"prompt": "a fox", "video": (frame for frame in ())}, 3], {}, 0.0)
+    with pytest.raises(PlanError, match=r"generate: argument 'attention_kwargs'\['scale'\] \(a lock\)"):
+        encode_call("generate", [{"prompt": "a fox", "attention_kwargs": {"scale": threading.Lock()}}], {}, 0.0)
 
 
 SCRIPT = """

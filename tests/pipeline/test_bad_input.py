@@ -102,8 +102,10 @@ def test_devices_that_torchrun_has_not_started(
         monkeypatch.setenv(name, value)
     with pytest.raises(PlanError, match=says("devices=", "are 4", "torchrun has started 1 rank,", "unset")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices=devices)
-    for other in ("auto", "cpu", "cuda", 1, "cpu:1", "cuda:0"):
-        assert count_named(other) in (None, 1)
+    for other in ("auto", "cpu", "cuda", torch.device("cuda"), "cpu:²"):
+        assert count_named(other) is None
+    for other in (1, "1", "cpu:1", "ray:1", ["cuda:3"], "cuda:3", torch.device("cuda", 3)):
+        assert count_named(other) == 1
 
 
 @pytest.mark.parametrize(("devices", "kind"), [("auto", None), (2, None), ("cpu", "cpu"), ("cpu:2", "cpu")])

@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import AceStepPipeline, DDIMScheduler, KandinskyV22CombinedPipeline
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDXLCFGCutoffCallback
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar import ParallelPipeline, UnsupportedModel
 from patchpar.errors import CallCancelled, PlanError
+from patchpar.models.call_parameters import parameters_of
+from patchpar.pipeline.step_callbacks import with_callback_on_step_end
 from tests.breadth import first_of
 from tests.tiny import build
 from tests.tiny.adapted_pipelines import SEEN, image_weights
@@ -140,9 +143,9 @@ def test_another_thread_cannot_stop_the_run(parallel: ParallelPipeline) -> None:
         refused.append(True)
 
     def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        thread = threading.Thread(target=stop)
+        thread = threading.Thread(target=stop, daemon=True)
         thread.start()
-        thread.join()
+        thread.join(20)  # it would wait for the call, which waits for this
         return tensors
 
     parallel(**CALL, generator=generator(), callback_on_step_end=callback)
@@ -222,6 +225,16 @@ def test_the_only_callback_of_older_pipelines(hold: Hold, plan: str) -> None:
     assert relative_error(untouched, found[1]) > 10 * EXACT
     assert seen[:2] == seen[2:]
     assert [step for step, _ in seen] == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize("kind", [AceStepPipeline, KandinskyV22CombinedPipeline])
+def test_the_older_callback_beside_the_other_is_refused(kind: Any) -> None:
+    """In the place of the other one it would be called in every step, and the other one not at all."""
+    model: Any = SimpleNamespace(pipeline=kind.__name__, parameters=parameters_of(kind))
+    with pytest.raises(PlanError, match=r"callback= is deprecated in diffusers .*: use callback_on_step_end="):
+        with_callback_on_step_end(model, {"callback": print, "callback_steps": 2, "callback_on_step_end": print})
+    given = {"callback": None, "callback_on_step_end": print}
+    assert with_callback_on_step_end(model, given) == given
 
 
 class Enough(Exception):

@@ -17,6 +17,7 @@ from patchpar import ParallelPipeline
 from patchpar.errors import PlanError
 from patchpar.pipeline import timed_plans
 from patchpar.pipeline.auto_plan import PlanChoice
+from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
@@ -233,6 +234,13 @@ def test_a_wait_for_ranks_and_a_job_that_goes_on_correct_nothing(
     for _ in range(4):
         assert plans.compared(run(3.0), CALL, busy).forecast == pytest.approx(forecast)
     assert kept.of(DEVICES).device.scale == DEVICE.scale
+
+
+def test_forecasts_are_of_whole_calls_in_the_dtype_of_the_networks() -> None:
+    """Not of one that goes on, that decodes on the way, or that computes under autocast."""
+    assert CallOptions(plan=Plan()).is_forecast
+    for differs in ({"recorded": (None,)}, {"decoded_previews": 1}, {"autocast": {"cpu": "bfloat16"}}):
+        assert not CallOptions(plan=Plan(), **differs).is_forecast  # type: ignore[arg-type]
 
 
 def test_a_forecast_is_compared_for_what_a_call_has_made(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:

@@ -92,15 +92,18 @@ def test_quality_is_a_number_of_steps(four: Any) -> None:
         assert response.json()["quality"] == fields["quality"]
 
 
-def test_the_name_of_a_folder_is_the_last_part_of_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_is_a_hub_id_or_the_last_part_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However it is written: clients request the model by it, and the next server finds its journal by it."""
     (tmp_path / "models" / "sdxl").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     wanted = {"models/sdxl": "sdxl", "./models/sdxl/": "sdxl", "org/model": "org/model", "embedded": "embedded"}
+    wanted |= {"./gone": "gone", "/a/models/gone": "gone", "~/gone": "gone"}  # a folder that is not there
     assert {each: ServedModel(model=each, devices=("cpu",)).name for each in wanted} == wanted
     monkeypatch.chdir(tmp_path / "models" / "sdxl")
     wanted = {".": "sdxl", "..": "models", "../sdxl": "sdxl", str(tmp_path / "models" / "sdxl"): "sdxl"}
     assert {each: ServedModel(model=each, devices=("cpu",)).name for each in wanted} == wanted
+    with pytest.raises(PlanError, match="no valid path"):
+        _ = ServedModel(model="~nobody-of-this-name/sdxl", devices=("cpu",)).name
 
 
 def test_bad_flags() -> None:
@@ -112,14 +115,6 @@ def test_bad_flags() -> None:
     for wrong in ({"best": 8}, {"auto": 8}, {"low": 0}):
         with pytest.raises(PlanError, match="--quality"):
             ServedModel(model="m", devices=("cpu",), quality_steps=wrong)
-
-
-def test_the_name_is_a_hub_id_or_the_last_part_of_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "sdxl").mkdir(parents=True)
-    given = ("models/sdxl", "models/sdxl/", "./sdxl", "/a/models/sdxl", "~/sdxl", "org/sdxl", "embedded")
-    names = [ServedModel(model=model, devices=("cpu",)).name for model in given]
-    assert names == ["sdxl", "sdxl", "sdxl", "sdxl", "sdxl", "org/sdxl", "embedded"]
 
 
 def test_requests_of_one_call_by_a_number_or_automatically() -> None:

@@ -427,8 +427,10 @@ def test_a_timer_ends_with_its_stream() -> None:
     """Of a stream of a frame in an hour, the wait for its audio."""
     track = AudioTrack(replace(AUDIO, fps=1 / 3600), FRAMES, KeepAlive())
     with session(Ranks(), blocks=3, track=track).begin() as stream:
-        while (timer := stream._driver._timer) is None:
-            pass
+        give_up = time.monotonic() + 20
+        while (timer := stream._driver._timer) is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+    assert timer is not None
     timer.join(10)
     assert not timer.is_alive()
 

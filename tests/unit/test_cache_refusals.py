@@ -15,7 +15,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.step_caches import CacheVote, refuse_caches
+from patchpar.shard.step_caches import CacheVote, caches_set_aside, refuse_caches
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
 
@@ -42,6 +42,22 @@ def test_broadcast_attention(build: Any) -> None:
     apply_pyramid_attention_broadcast(model, config)
     with pytest.raises(UnsupportedModel, match="PyramidAttentionBroadcastConfig cannot be used with axis 'patch'"):
         refuse_caches(model, stale=False)
+
+
+def test_broadcast_attention_is_set_aside() -> None:
+    """In calls that analyse or verify a network, which are no steps."""
+    model, call = flux(), TRANSFORMERS["FluxTransformer2DModel"].call(0)
+    calls = [call, call | {"hidden_states": 2 * call["hidden_states"]}]
+    with torch.no_grad():
+        want = [model(**each)[0] for each in calls]
+        config = PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+        )
+        apply_pyramid_attention_broadcast(model, config)
+        with caches_set_aside(model):
+            assert all(torch.equal(model(**calls[n])[0], want[n]) for n in (0, 1, 0))
+        assert torch.equal(model(**calls[0])[0], want[0])
+        assert not torch.equal(model(**calls[1])[0], want[1]), "control: the first call's attention is read again"
 
 
 @pytest.mark.parametrize("axis", ["data", "cfg"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.unet.discover import ExchangeSites, discover, splits_into_bands
-from patchpar.shard.unet.install import _plain_at
+from patchpar.shard.unet.install import plain_at
 from patchpar.shard.unet.spatial_arguments import MapScale, level_of, map_of, with_sample_size
 from tests.exact import denoisers
 
@@ -143,10 +143,10 @@ def test_a_size_to_verify_at_is_skipped_where_the_denoiser_refuses_it(error: Exc
     model = Particular(error, {2})
     known, call = discover(model, model.forward, (torch.zeros(1, 4, 32, 32),), {}), ((torch.zeros(1, 4, 32, 32),), {})
     if is_skipped:
-        assert _plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)[0] == (4, 4)
+        assert plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)[0] == (4, 4)
     else:
         with pytest.raises(type(error)):
-            _plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)
+            plain_at([(4, 2), (4, 4)], model.forward, call, known, 0)
 
 
 def test_the_sample_of_a_call() -> None:

@@ -19,7 +19,7 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.tensor.agreed_cache import agreed
-from patchpar.shard.verification import ROUNDINGS, arguments_of, call_signature
+from patchpar.shard.verification import ROUNDINGS, Comparison, arguments_of, call_signature, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 from tests.unit.threads import on_threads
 
@@ -94,6 +94,29 @@ def test_a_function_that_holds_itself_is_read_once() -> None:
         return forward
 
     assert replaced_by(recursive(2)) == replaced_by(recursive(2)) != replaced_by(recursive(3))
+
+
+def test_a_verification_under_autocast_is_of_calls_under_it(tmp_path: Path) -> None:
+    """Its limit is that of a dtype that rounds more."""
+    compared, verifications = list[str](), VerificationCache(tmp_path)
+
+    def on_rank(transport: Any) -> None:
+        mesh = Communicator(transport), Axis("patch", 0, 1, (0,))
+
+        def verified(what: str) -> None:
+            def compare() -> Any:
+                compared.append(what)
+                yield [Comparison(1e-6, 1e-4)]
+
+            verify_once(verifications, {"denoiser": "Linear"}, mesh, compare, "Linear")
+
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                verified("under autocast")
+            verified("without")
+
+    assert on_threads(1, on_rank) == [None]
+    assert compared == ["under autocast", "without"]
 
 
 def test_ranks_compare_foreign_code_with_as_many_plain_calls() -> None:

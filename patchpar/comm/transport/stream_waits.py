@@ -100,7 +100,7 @@ class StreamWaits:
         self._moved_on = 0.0  # when something awaited was last seen to be over
         self._waits_since = 0.0  # when the stream was first seen to wait for what is next; 0 before
         self._computed = 0.0  # the longest time that it has been seen to compute before a wait
-        self._waits_unseen = False  # whether kernels of the stream wait for other ranks: before events around a wait
+        self._waits_unseen = False  # whether kernels wait for other ranks before the events, which then show no waits
         self._late = ""
         self._watch: threading.Thread | None = None
 
@@ -240,7 +240,10 @@ class StreamWaits:
         self._on_late(self._late)
 
     def _lateness(self, since: float, *, waits: bool | None) -> str:
-        """Return by what the first that is awaited is late; empty if it is not. `waits`: whether the stream does."""
+        """Return how the first awaited exchange is late, for the message; empty if it is not.
+
+        `waits`: whether the stream waits for it, or still computes; None where that cannot be told.
+        """
         now, deadline = time.monotonic(), self._deadline()
         passed = now - max(since, self._moved_on)
         if waits is False and not self._waits_unseen:

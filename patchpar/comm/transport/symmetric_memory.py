@@ -222,7 +222,7 @@ def formed(
     if not agreed(why_not(device)):
         return None
     memory, reason = _tried(partial(allocate, PeerMemory.bytes_for(len(ranks)), device))
-    if not agreed(reason) or memory is None:  # in the rendezvous the others would wait for a rank without
+    if not agreed(reason) or memory is None:  # else ranks with memory would wait in the rendezvous for one without
         return None
     mapped = partial(rendezvous, memory, group)
     found, reason = _tried(lambda: PeerMemory(mapped(), group.rank()))

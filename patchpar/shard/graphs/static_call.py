@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.comm.pytree import map_leaves
+from patchpar.shard.precision import autocast_dtype
 
 Call = tuple[Any, Any]  # args, kwargs
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -47,7 +48,7 @@ def signature_of(call: Call) -> Any:
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
     types = {x.device.type for x in leaves if isinstance(x, Tensor)}
-    autocast = [(each, torch.get_autocast_dtype(each)) for each in sorted(types) if _has_autocast(each)]
+    autocast = [(each, autocast_dtype(each)) for each in sorted(types)]
     of_leaves = tuple(
         (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
         if isinstance(x, Tensor)
@@ -55,11 +56,6 @@ def signature_of(call: Call) -> Any:
         for number, x in enumerate(leaves)
     )
     return str(form), tuple(autocast), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), of_leaves
-
-
-def _has_autocast(kind: str) -> bool:
-    """Whether autocast is on for devices of a type."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def why_not_static(call: Call, device: torch.device) -> str:

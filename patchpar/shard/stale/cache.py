@@ -25,7 +25,7 @@ from patchpar.shard.stale.send_window import ReceiveMemory, SendWindow
 from patchpar.shard.stale.workspace import Workspace
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
-NEVER = -2  # in place of the number of an evaluation: before all of an image, and of none that follows
+NEVER = -2  # as the number of the last evaluation: none in this image. -1 would be the one before evaluation 0
 
 
 class StaleBytes(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 KNOWN = 3  # evaluations: this one and those of the last two values
-TIMES = ("timestep", "timesteps", "timestep_ratio", "t")  # the last as of Z-Image
+TIMES = ("timestep", "timesteps", "timestep_ratio", "t")  # of most; of HiDream, Stable Cascade, Z-Image
 FARTHEST = 2.0  # limit of the extrapolation: steps that grow faster are cut to it
 
 

@@ -140,14 +140,14 @@ def compared_at_two_sizes(
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, patch.axis.size)):
         turned = sizes if patch.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad(), full_precision():
-            size, want = _plain_at(turned, plain, call, sites, seed)
+            size, want = plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
             got = first_tensor(split(*args, **kwargs))
             found.append(Comparison(relative_error(got, want), rounding_limit([want])))
     yield found
 
 
-def _plain_at(
+def plain_at(
     sizes: Sequence[Size], plain: Callable[..., Any], call: Call, known: ExchangeSites, seed: int
 ) -> tuple[Size, Tensor]:
     """Return the first of `sizes` that the plain denoiser takes, and its prediction there."""
