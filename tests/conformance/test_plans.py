@@ -7,7 +7,6 @@ features, weights that are gathered, encoders on one rank, images larger than a 
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any
 from unittest import mock
 
 import pytest
