@@ -221,8 +221,8 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
     (
         "howto/serve",
         rf"at 0\.6 of what they can do one by one, `deadline` meets {NUMBER}% of the deadlines, all with suspension, "
-        rf"and `latency`, which takes fewer requests than come there, {NUMBER}%; at 0\.3, {NUMBER}%, all and {NUMBER}%\."
-        rf" `throughput` ends {NUMBER} requests per minute at 0\.9, and `latency` {NUMBER}\.",
+        rf"and `latency`, which takes fewer requests than come there, {NUMBER}%; at 0\.3, {NUMBER}%, all and {NUMBER}%"
+        rf"\. `throughput` ends {NUMBER} requests per minute at 0\.9, and `latency` {NUMBER}\.",
         [
             *(mixed(load, policy, "deadlines met") for load in ("0.6", "0.3") for policy in ("deadline", "latency")),
             *(mixed("0.9", policy, "requests per minute") for policy in ("throughput", "latency")),
