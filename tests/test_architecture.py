@@ -277,15 +277,15 @@ def test_no_hidden_state() -> None:
 
 
 def accelerators_named(source: str) -> list[str]:
-    """Return the strings and modules of torch by which a source names a type of accelerator."""
+    """Return the strings, modules of torch and questions of tensors by which a source names a type of accelerator."""
     nodes = nodes_of(source)
     texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    of_torch = [
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
-    ]
-    return [name for name in texts + of_torch if name.partition(":")[0] in NAMES_OF_ACCELERATORS]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_torch = [node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "torch"]
+    asked = [node.attr.removeprefix("is_") for node in attributes if node.attr.startswith("is_")]
+    imports = (name.split(".") for name in names_imported(source, PACKAGE / "__init__.py"))
+    modules = [name[1] for name in imports if name[0] == "torch" and len(name) > 1]
+    return [name for name in texts + of_torch + asked + modules if name.partition(":")[0] in NAMES_OF_ACCELERATORS]
 
 
 def test_one_module_knows_the_types_of_accelerators() -> None:
@@ -333,6 +333,9 @@ def test_the_interception_rule_sees(source: str, found: set[str]) -> None:
         ("if device.type == 'cuda': ...", ["cuda"]),
         ("f'cuda:{index}'", ["cuda:"]),
         ("import torch\ntorch.xpu.synchronize()", ["xpu"]),
+        ("x.is_cuda", ["cuda"]),
+        ("import torch.cuda", ["cuda"]),
+        ("from torch import mps", ["mps"]),
         ("'such as cuda:1'", []),
         ("pipe.cuda()", []),
     ],

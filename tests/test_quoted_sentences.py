@@ -93,6 +93,11 @@ def computing(model: str, step: str = "graph") -> list[Figures]:
     return [Figures("gpu", "ms", {"model": model, "strategy": x, "step": y}, 1, 0) for x, y in rows]
 
 
+def mixed(load: str, policy: str, column: str) -> Figures:
+    """Of the simulated mix of requests."""
+    return Figures("serving", column, {"load": re.escape(load), "policy": policy}, 1, 0)
+
+
 OFF, ONE_STEP, RANKS_OFF = "ranks beside one process", "one step: ranks off", "ranks off"
 POOLED = "fresh-edges:context=pooled,bits=4"
 WORST = [
@@ -214,6 +219,16 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         [Figures("volumes", "held", {"image": "1024²", "strategy": "displaced|fresh-edges"}, 1e-3)],
     ),
     (
+        "howto/serve",
+        rf"at 0\.6 of what they can do one by one, `deadline` meets {NUMBER}% of the deadlines, all with suspension, "
+        rf"and `latency`, which takes fewer requests than come there, {NUMBER}%; at 0\.3, {NUMBER}%, all and {NUMBER}%"
+        rf"\. `throughput` ends {NUMBER} requests per minute at 0\.9, and `latency` {NUMBER}\.",
+        [
+            *(mixed(load, policy, "deadlines met") for load in ("0.6", "0.3") for policy in ("deadline", "latency")),
+            *(mixed("0.9", policy, "requests per minute") for policy in ("throughput", "latency")),
+        ],
+    ),
+    (
         "tokens",
         rf"\| no exchange at all \| {NUMBER} dB",
         [Figures("quality-dit", "PSNR, dB", {"heading": "256 x 256 pixels, 20 steps, flow", "method": "naive.*"})],
@@ -265,7 +280,7 @@ NAMES = ("policy", "model", "step")
 
 
 def _changed(column: str, cell: str) -> str:
-    value = None if column in (*KEYS, *NAMES, "format", "in fp32") else number_in(cell)
+    value = None if column in (*KEYS, *NAMES, "format", "in fp32", "load") else number_in(cell)
     return cell if value is None else str(1.4 * value)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchpar.launch.accelerators import CUDA
+
 EXACT = "ieee"
 """torch's name for products of fp32 numbers as they are."""
 
@@ -22,7 +24,9 @@ def has_rounded_products(x: Tensor) -> bool:
 
     GPUs do so for convolutions in fp32 unless a program switches it off (torch.backends.cudnn.allow_tf32).
     """
-    return x.is_cuda and x.dtype == torch.float32 and any(getattr(*each) not in (False, EXACT) for each in _switches())
+    if x.device.type != CUDA or x.dtype != torch.float32:
+        return False
+    return any(getattr(*each) not in (False, EXACT) for each in _switches())
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:

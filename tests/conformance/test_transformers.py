@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from unittest import mock
 
 import pytest
 
-from patchpar.comm.collectives import Communicator
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_strategies import (
     EXACT_AT_FIRST,
+    STOPPED,
     STRATEGIES,
     WORLDS,
     assert_same,
     at_once,
+    exchanges_of,
     frees_every_rank,
     sent_late,
 )
@@ -25,7 +25,6 @@ FLUX, WAN = "FluxTransformer2DModel", "WanTransformer3DModel"
 CASES = [(FLUX, strategy, world) for strategy in STRATEGIES for world in WORLDS.get(strategy, (2, 3, 4, 5))]
 CASES += [(WAN, strategy, world) for strategy in ("exact", "displaced", "fresh-edges") for world in (2, 3)]
 OFTEN = ((FLUX, "exact", 3), (FLUX, "pcpp", 2), (FLUX, "fresh-edges", 3))
-STOPPED = [(strategy, world) for strategy in STRATEGIES for world in WORLDS.get(strategy, (2, 3))]
 
 
 def case_of(name: str, strategy: str, world: int) -> Case:
@@ -51,19 +50,6 @@ def test_tokens_are_shared_unevenly() -> None:
     assert len({len(part) for part in case_of(FLUX, "exact", 3).token_parts}) > 1
 
 
-def exchanges_of(case: Case) -> int:
-    """How many rank 1 makes in all evaluations."""
-    start, made = Communicator._start, []
-
-    def noted(comm: Communicator, *exchange: object) -> object:
-        made.extend([1] if comm.transport.rank == 1 else [])
-        return start(comm, *exchange)
-
-    with mock.patch.object(Communicator, "_start", noted):
-        StandIn(case.ranks).run(on_rank_of(case))
-    return len(made)
-
-
 @pytest.mark.parametrize(("strategy", "world", "number"), [("exact", 3, 1), ("fresh-edges", 2, 9)])
 def test_an_exception_at_an_exchange_of_tokens_frees_every_rank(strategy: str, world: int, number: int) -> None:
     frees_every_rank(on_rank_of(case_of(FLUX, strategy, world)), world, number)
@@ -73,5 +59,5 @@ def test_an_exception_at_an_exchange_of_tokens_frees_every_rank(strategy: str, w
 @pytest.mark.parametrize(("strategy", "world"), STOPPED)
 def test_an_exception_at_each_exchange_of_tokens_frees_every_rank(strategy: str, world: int) -> None:
     case = case_of(FLUX, strategy, world)
-    for number in range(exchanges_of(case)):
+    for number in exchanges_of(on_rank_of(case), world):
         frees_every_rank(on_rank_of(case), world, number)

@@ -22,6 +22,7 @@ from tests.tensors import relative
 from tests.unit.threads import on_threads
 
 LIMIT = 1e-5
+STALE = ("displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges", "fresh-edges:context=pooled")
 
 
 def predicted(
@@ -49,7 +50,7 @@ def predicted(
     return on_threads(2, on_rank, deadline=100.0)
 
 
-@pytest.mark.parametrize("strategy", first_of(["exact", "displaced:warmup_steps=1"], "exact"))
+@pytest.mark.parametrize("strategy", first_of(["exact", *STALE], "exact"))
 def test_repeated_blocks(strategy: str) -> None:
     """`fullgraph=True` raises if the exchange is seen."""
     torch._dynamo.reset()

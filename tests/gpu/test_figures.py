@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -38,6 +39,8 @@ MOST_HELD = {(SDXL, "fresh-edges"): 0.6e9, (FLUX, "fresh-edges"): 2.5e9, (FLUX, 
 MOST_ADDED = 6
 """Launches of an attention with stale keys and values above those of the plain one."""
 ATTENTIONS = {SDXL: 70, FLUX: 57}
+MOST_HOST_TIME = {"exact": 1.3, "fresh-edges": 1.5}
+"""Of the process in a steady step, of that of the plain model."""
 
 
 def rows(model: str) -> list[dict[str, Any]]:
@@ -83,6 +86,17 @@ def test_launches_of_a_stale_attention(model: str) -> None:
     """SDXL's others, of norms and convolutions, are those of an exact step, whose attention makes two."""
     stale, exact = row(model, "fresh-edges"), row(model, "exact", "exact")
     assert number(stale["launches"]) - number(exact["launches"]) <= (MOST_ADDED - 2) * ATTENTIONS[model]
+
+
+def test_time_of_the_process() -> None:
+    """As it was measured when the page was written; calls of Python, which no machine changes: `test_host_calls`."""
+    (section,) = (each for each in json.loads(PAGE.read_text()) if each["heading"] == count.HOST_TIME)
+    steps, single = section["tables"]
+    found = [(row, row["strategy"].strip("`")) for row in steps]
+    assert {row["model"] for row, strategy in found if strategy in MOST_HOST_TIME} == {"sdxl", "flux"}
+    above = [row for row, strategy in found if number(row["of plain"]) > MOST_HOST_TIME.get(strategy, math.inf)]
+    assert not above
+    assert {number(row["Python, µs"]) <= count.PYTHON_GOAL for row in single} == {True}
 
 
 def test_a_page_whose_counts_are_written_anew_keeps_its_times_with_their_day_and_commit(tmp_path: Path) -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu.denoisers import Denoiser
-from benchmarks.gpu.predict import ASSUMED, COMPARISON, DEVICES, LEFT_OUT, predicted, stale_kinds
+from benchmarks.gpu.predict import ASSUMED, COMPARISON, DEVICES, LEFT_OUT, STRATEGIES, predicted, stale_kinds
 from benchmarks.gpu.recorder import CallCounts, Work
 from benchmarks.gpu.strategies import FakeRank
+from tests.gpu.short_models import WORLD
 
 H100 = DEVICES[0]
-PAGE = Path(__file__).parents[2] / "docs/figures/gpu-predict.md"
+FIGURES = Path(__file__).parents[2] / "docs/figures"
+PAGE = FIGURES / "gpu-predict.md"
+WRITE_IT = "write it again: python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md"
+MIB = 2**20
 SECOND_OF_LINK = int(H100.link * ASSUMED.link_fraction)
 COUNTS = CallCounts(
     launches=Counter(mm=1000),
@@ -73,4 +79,31 @@ def test_four_ranks_of_a_network_have_a_quarter_of_its_attention(rank: FakeRank,
 def test_the_page_has_the_assumptions_of_its_figures() -> None:
     text = PAGE.read_text()
     missing = [each for each in (*ASSUMED.lines(), LEFT_OUT, COMPARISON) if each not in text]
-    assert not missing, "write it again: python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md"
+    assert not missing, WRITE_IT
+
+
+def section_of(page: str, model: str) -> list[list[dict[str, str]]]:
+    """The tables of a model on a page."""
+    sections = json.loads((FIGURES / page).with_suffix(".json").read_text())
+    (found,) = (each["tables"] for each in sections if each["heading"].startswith(model))
+    return list(found)
+
+
+def number(cell: Any) -> float:
+    return float(str(cell).replace(",", ""))
+
+
+@pytest.mark.parametrize("model", ["SDXL", "FLUX"])
+def test_the_page_is_of_the_counts_as_they_are(model: str) -> None:
+    """Of four ranks, which are those of the page of counts: what the process takes, and all bytes on the link."""
+    counted = {(row["strategy"], row["step"]): row for row in section_of("gpu-counts", model)[0]}
+    for device, table in zip(DEVICES, section_of("gpu-predict", model), strict=True):
+        rows = {row["strategy"].strip("`"): row for row in table if row["GPUs"] in ("1", str(WORLD))}
+        assert rows.keys() == {"plain", *STRATEGIES}
+        for strategy, row in rows.items():
+            kind = "" if strategy == "plain" else "stale" if stale_kinds(strategy) else "exact"
+            counts = counted[strategy if strategy == "plain" else f"`{strategy}`", kind]
+            process = number(counts["launches"]) * ASSUMED.launch + number(counts["operations"]) * ASSUMED.operation
+            link = number(counts["MiB sent"]) * MIB / (device.link * ASSUMED.link_fraction)
+            assert number(row["process"]) == pytest.approx(1e3 * process, abs=0.06), f"{strategy}: {WRITE_IT}"
+            assert number(row["link"]) == pytest.approx(1e3 * link, rel=0.01, abs=0.06), f"{strategy}: {WRITE_IT}"

@@ -13,7 +13,7 @@ from patchpar.shard.precision import full_precision, has_rounded_products
 from patchpar.shard.verification import ROUNDED_PRODUCTS, TOLERANCE, rounding_limit
 
 CONVOLUTIONS, MATRICES = torch.backends.cudnn, torch.backends.cuda.matmul
-ON_GPU = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+ON_GPU = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
 
 
 @pytest.fixture(autouse=True)

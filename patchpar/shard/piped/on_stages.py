@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.banded_tensor import BandedTensor
+from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.pytree import leaves, map_leaves, tensors_in
-from patchpar.comm.transport import Messages, Work
+from patchpar.comm.transport import Work
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.piped.denoiser import PipedDenoiser
 from patchpar.shard.piped.latent_bands import LatentBands, bands_of
@@ -82,7 +83,7 @@ class PipedOnStages(PipedDenoiser):
         self.stages = StagedDenoiser(self.denoiser, self.mesh, self.verifications)
         self._known: list[PieceLayouts] = []
         self._now: PieceLayouts | None = None  # of the running call
-        self._in_flight: deque[list[Work[Messages]]] = deque()
+        self._in_flight: deque[list[Work[Any]]] = deque()
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """Run one denoiser call; `forward` is the denoiser's own. Returns its output for the whole image.
@@ -209,8 +210,10 @@ class PipedOnStages(PipedDenoiser):
         pending = [x for x in leaves((args, kwargs)) if isinstance(x, BandedTensor)]
         args, kwargs = map_leaves(_buffer, args), map_leaves(_buffer, kwargs)
         passes = [self.stages.new_pass(layout, f"piece {piece}") for piece, layout in enumerate(now.of_pieces)]
-        for each in passes:
-            each.receive()
+        comm, axis = self.mesh
+        if collectives_of(comm.transport, axis.ranks) is None:  # in one queue, pieces would be sent after all have come
+            for each in passes:
+                each.receive()
         prediction = None if now.bands is None else PredictionBands(self.mesh, now.bands, now.output)
         for piece, each in enumerate(passes):
             for x in pending:
@@ -226,7 +229,7 @@ class PipedOnStages(PipedDenoiser):
         self._hold([*sent, *prediction.works], calls=CALLS_IN_FLIGHT)
         return prediction.output()
 
-    def _hold(self, works: list[Work[Messages]], *, calls: int) -> None:
+    def _hold(self, works: list[Work[Any]], *, calls: int) -> None:
         """Keep messages in flight, and wait for those of all but the last `calls` calls. Raises ExchangeError."""
         self._in_flight.append(works)
         while len(self._in_flight) > calls:
