@@ -7,6 +7,8 @@ joins afterwards opens the stream again, on which the messages wait.
 
 import gradio as gr
 
+from .handler_errors import reports_errors
+
 REOPEN = "reopen-stream"
 HEAD = (
     """<script>
@@ -42,5 +44,6 @@ def build() -> None:
     gr.Button(visible="hidden", elem_id=REOPEN).click(_nothing, None, None, show_progress="hidden")
 
 
+@reports_errors()
 def _nothing() -> None:
     """An event like any other for the stream."""

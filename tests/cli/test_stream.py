@@ -318,7 +318,7 @@ def test_speech_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.Monke
     write_wav(tmp_path / "embedded", tone(16000, 0.5), 16000)
     hears: Any = SimpleNamespace(rate=16000)
     found = [_audio(StreamFlags(audio=name), hears) for name in ("embedded", "./embedded")]
-    assert [round(len(samples) / rate, 1) for samples, rate in found] == [6.0, 0.5]
+    assert [round(len(audio.samples) / audio.rate, 1) for audio in found] == [6.0, 0.5]
 
 
 def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:
