@@ -3,7 +3,7 @@
 A graph repeats the same operators on the same addresses, and the process takes no part in it. So of two steps
 
     operators     are the same, in order, with the same shapes and numbers; messages too
-    reads         there are none: the process waits for no value and asks for no event
+    reads         there are none: the process waits for no value of the device
     buffers       what a step takes from the step before lies where it lay in that step, or in turns in one of two
 
 Storages are told apart by number and not by address, since a freed address may be given out again by chance.
