@@ -10,8 +10,7 @@ import gradio as gr
 from .handler_errors import reports_errors
 
 REOPEN = "reopen-stream"
-HEAD = (
-    """<script>
+HEAD = """<script>
 (() => {
   const plain = window.fetch;
   let open = 0, joined = false;  // streams, of which there is one at most, and whether an event has joined meanwhile
@@ -20,9 +19,7 @@ HEAD = (
     if (!joined) return;
     joined = false;
     // An event that is opening the stream itself does it within this time.
-    setTimeout(() => { if (!open) document.getElementById("""
-    f'"{REOPEN}"'
-    """)?.click(); }, 100);
+    setTimeout(() => { if (!open) document.getElementById("REOPEN")?.click(); }, 100);
   };
   window.fetch = async (input, options) => {
     const path = new URL(input.url ?? input, window.location).pathname;
@@ -35,8 +32,7 @@ HEAD = (
     return response;
   };
 })();
-</script>"""
-)
+</script>""".replace("REOPEN", REOPEN)
 
 
 def build() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.stream.media_file import displayed_size, open_media, timed_frames
+from patchpar.stream.media_file import displayed_image, open_media, timed_frames
 
 from .limits import check_size
 
@@ -81,7 +81,7 @@ class VideoFile:
                     if seconds * rate >= taken - 1e-6:
                         _check_frame(frame.width, frame.height)
                         taken = math.floor(seconds * rate + 1e-6) + 1
-                        yield displayed_size(frame, track, "a frame")
+                        yield displayed_image(frame, track, "a frame")
         except av.FFmpegError as error:
             raise PlanError(f"the video ends early, after {taken} frames: {error.strerror}") from error
 

@@ -43,7 +43,7 @@ def timed_frames(container: Any, otherwise: float) -> Iterator[tuple[float, Any]
         yield seconds - first, frame
 
 
-def displayed_size(frame: Any, track: Any, label: str) -> Any:
+def displayed_image(frame: Any, track: Any, label: str) -> Any:
     """Return a frame of a PyAV video track as a PIL image, as its file says that it is shown.
 
     Turned, since telephones video as they are held, and with square pixels. `label`: its name, for the message. Raises

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
-from patchpar.stream.media_file import displayed_size, open_media, rate_of, timed_frames
+from patchpar.stream.media_file import displayed_image, open_media, rate_of, timed_frames
 from patchpar.stream.reference_image import load_reference_image
 
 Video = str | Path | IO[bytes] | Iterable[Any]
@@ -190,6 +190,6 @@ def _images_of(container: Any, fps: float, name: str) -> Iterator[tuple[float, A
     """The images of a container, each with the seconds since the first; at last None, where the last one ends."""
     track, end = container.streams.video[0], 0.0
     for seconds, frame in timed_frames(container, fps):
-        yield seconds, displayed_size(frame, track, f"a frame of {name}")
+        yield seconds, displayed_image(frame, track, f"a frame of {name}")
         end = seconds + (float(frame.duration * frame.time_base) if frame.duration else 1 / (rate_of(track) or fps))
     yield end, None

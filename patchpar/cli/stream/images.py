@@ -56,13 +56,13 @@ class ImageFrames:
     def _from_video(self) -> Iterator[Image]:
         import av
 
-        from patchpar.stream.media_file import displayed_size, open_media
+        from patchpar.stream.media_file import displayed_image, open_media
 
         try:
             with open_media(self.source) as container:
                 track = container.streams.video[0]
                 for frame in container.decode(track):
-                    yield displayed_size(frame, track, f"a frame of --input {self.source}")
+                    yield displayed_image(frame, track, f"a frame of --input {self.source}")
         except av.FFmpegError as error:
             raise PlanError(f"--input {self.source} is broken: {error.strerror}") from error
 

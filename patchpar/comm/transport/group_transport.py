@@ -39,11 +39,16 @@ class GroupTransport(Poisonable):
         try:
             return handle(self, begin(), buffers, incoming, where)
         except RuntimeError as error:  # of torch: a peer is gone, or the group was aborted
-            if self.waits is not None and self.waits.are_captured:
+            if self.is_captured:
                 raise
             text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
             self.poison(text)
             raise ExchangeError(text) from error
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph is captured now: see `StreamWaits.are_captured`."""
+        return self.waits is not None and self.waits.are_captured
 
     def _report_wait(self, waits: bool) -> None:
         if isinstance(self.waiting, StreamWaitingFlag):

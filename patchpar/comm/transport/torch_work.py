@@ -29,6 +29,10 @@ class Waiter(Protocol):
     def is_poisoned(self) -> bool:
         """Whether `check` would raise."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph is captured now, in which nothing is sent."""
+
     def check(self, where: str) -> None:
         """Raise ExchangeError if an exchange before has failed."""
 
@@ -84,7 +88,7 @@ class TorchWork(Work[T]):
             else:
                 self._block(timedelta(seconds=transport.deadline))
         except RuntimeError as error:
-            if transport.waits is not None and transport.waits.are_captured:
+            if transport.is_captured:
                 raise
             text = f"{missing()} within {transport.deadline:g} s ({error})"
             transport.poison(text)
