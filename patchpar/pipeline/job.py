@@ -236,8 +236,7 @@ class PipelineJob:
         state, caller = self._state, self._caller
         self._ranks = ranks
         state.form_groups(plan, ranks)
-        installation = state.installation_on(ranks)
-        options = caller.options(plan, ranks, state.request, installation=installation, tracing=state.tracing)
+        options = state.options_of(caller, plan, ranks)
         self._is_forecast, self._begins = options.is_forecast, [time.perf_counter()]
         results = state.ranks.call(
             "generate",

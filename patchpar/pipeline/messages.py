@@ -86,7 +86,8 @@ class CallOptions:
     call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
     one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
     `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the
-    names of dtypes of the caller's autocast, by type of device.
+    names of dtypes of the caller's autocast, by type of device. `noise_of_first`: the first of the ranks samples for
+    all, see `shard.shared_noise`.
     """
 
     plan: Plan
@@ -106,6 +107,7 @@ class CallOptions:
     decoded_previews: int = 0
     switches: Mapping[str, Any] | None = None
     autocast: Mapping[str, str] = field(default_factory=dict)
+    noise_of_first: bool = False
     quiet: bool = field(default=False, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)

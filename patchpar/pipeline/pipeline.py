@@ -34,7 +34,7 @@ from patchpar.pipeline.state_changes import LOAD_SECONDS
 from patchpar.pipeline.step_callbacks import with_callback_on_step_end
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans
-from patchpar.pipeline.validate import bind, check_call, check_generators, check_plan, warn_of_unknown_words
+from patchpar.pipeline.validate import bind, check_call, check_plan, warn_of_unknown_words
 from patchpar.plan.plan import Plan
 
 
@@ -198,7 +198,6 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         check_call(known, bound)
         warn_of_unknown_words(known, bound)
         self._state.copies.warn_of_changes()
-        check_generators(bound, executor.devices, executor.random_widths)
         given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
         caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
         caller.adapters = options.adapters

@@ -1,19 +1,23 @@
-"""Random numbers of a call on one rank: the state of the default generators, and a generator for a job of a seed.
+"""Random numbers of a call on one rank: the state of the default generators, a generator for a job of a seed, noise.
 
 The default generators belong to a whole process. A rank in a process of its own sets them; a rank in the caller's
 process leaves them alone during a job, since other threads of the caller use them meanwhile.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from patchpar.comm.collectives import Communicator
 from patchpar.launch import accelerators
 from patchpar.models.call_parameters import parameters_of
 from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.plan.mesh import Mesh
 from patchpar.shard.generators import generators_of
+from patchpar.shard.shared_noise import NoiseOfFirst
+from patchpar.strategies.data.split import as_one_call
 
 
 def take_random_state(state: RandomState, device: torch.device) -> None:
@@ -68,6 +72,28 @@ def taken_random_state(
     finally:
         if before is not None:
             take_random_state(before, device)
+
+
+@contextmanager
+def own_part(
+    pipe: Any, kwargs: dict[str, Any], mesh: Mesh | None, noise: NoiseOfFirst | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the arguments for this rank's prompts; while open, noise is as `noise` has it, and of one call for all."""
+    with ExitStack() as stack:
+        if noise is not None:
+            stack.enter_context(noise.open())  # beneath the other: of all prompts
+        if mesh is not None and mesh["data"].size > 1:
+            kwargs = stack.enter_context(as_one_call(pipe, kwargs, mesh["data"].rank, mesh["data"].size))
+        yield kwargs
+
+
+def shared_noise(
+    options: CallOptions, mesh: Mesh | None, comm: Communicator | None, device: torch.device
+) -> NoiseOfFirst | None:
+    """Return what samples on the first of the call's ranks, if it is to; None where each samples for itself."""
+    if not options.noise_of_first or mesh is None or comm is None:
+        return None
+    return NoiseOfFirst((comm, mesh.of_all()), device, images=mesh["data"].size)
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -10,7 +10,6 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -36,7 +35,7 @@ from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import PipelineCall
-from patchpar.pipeline.rank_random import GeneratorStates, random_state, taken_random_state
+from patchpar.pipeline.rank_random import GeneratorStates, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torch_switches import under_autocast
@@ -50,7 +49,6 @@ from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
-from patchpar.strategies.data.split import as_one_call
 
 
 class PipelineRunner:
@@ -271,7 +269,8 @@ class PipelineRunner:
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed)
         call.changing = self._before_changes
         call.calls = recorder_for(self.pipe, options, installed, self.context)
-        with self._own_part(dict(kwargs)) as self._arguments, installed.running(watched=watched):
+        mesh, noise = installed.mesh, shared_noise(options, installed.mesh, installed.comm, self.device)
+        with own_part(self.pipe, dict(kwargs), mesh, noise) as self._arguments, installed.running(watched=watched):
             output = call.run(self._arguments)
         recorder.end_image()
         installed.finish()
@@ -282,13 +281,6 @@ class PipelineRunner:
     def _before_changes(self) -> None:
         self._installed.open_up()
         self._encoders.give_back()
-
-    def _own_part(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context with the arguments for this rank's prompts."""
-        mesh = self._installed.mesh
-        if mesh is None or mesh["data"].size == 1:
-            return nullcontext(kwargs)
-        return as_one_call(self.pipe, kwargs, mesh["data"].rank, mesh["data"].size)
 
     def _report(self, output: Any, figures: tuple[RankStats, ...], options: CallOptions) -> CallResult:
         follows = options.random is not None and options.random.cpu is not None

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from patchpar.errors import PlanError
@@ -17,12 +18,13 @@ from patchpar.pipeline.attribute_copies import AttributeCopies
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
-from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, MethodResult, Previews
+from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
 from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.pipeline.timed_plans import TimedPlans
+from patchpar.pipeline.validate import noise_of_first
 from patchpar.plan.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -163,6 +165,15 @@ class PipelineState:
                 known = next(self._next_installation), team
                 self._installations.update(dict.fromkeys(team, known))
             return known[0]
+
+    def options_of(self, caller: CallController, plan: Plan, ranks: tuple[int, ...]) -> CallOptions:
+        """Return the options of a call on these ranks. Raises PlanError if they cannot have the same noise."""
+        devices, widths = self.ranks.devices, self.ranks.random_widths or (0,) * self.ranks.world_size
+        of_ranks = [devices[rank] for rank in ranks], [widths[rank] for rank in ranks]
+        noise = noise_of_first(caller.bound, plan, *of_ranks)
+        installation = self.installation_on(ranks)
+        options = caller.options(plan, ranks, self.request, installation=installation, tracing=self.tracing)
+        return replace(options, noise_of_first=noise)
 
     def form_groups(self, plan: Plan, ranks: tuple[int, ...]) -> None:
         """Let all ranks prepare operations of those that a call is made on, where that takes all, and once for each."""

@@ -48,8 +48,7 @@ class TorchrunSync:
         """Return the statistics of all participating ranks in order. Collective."""
         if mesh is None or comm is None:
             return (own,)
-        all_ranks = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
-        return tuple(gather_objects(comm, all_ranks, own))
+        return tuple(gather_objects(comm, mesh.of_all(), own))
 
     def stand_by(self) -> CallResult | IdleRank:
         """Take part in every `ask` of the other ranks until the FinalState; return its output, IdleRank if they failed.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.accelerators import kind_of
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.caption_words import unknown_words
 from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
@@ -16,7 +17,7 @@ from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.step_callbacks import OLD_NAMES
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.shard.generators import generators_of
+from patchpar.shard.generators import SAMPLE_ON_CPU, generators_of
 from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
@@ -56,20 +57,28 @@ def _plain(model: PipelineInfo, name: str, value: Any) -> Any:
     return plain(value) if is_number else value
 
 
-def check_generators(kwargs: Mapping[str, Any], devices: Sequence[str], random_widths: Sequence[int]) -> None:
-    """Raise PlanError if GPUs that sample different noise from one seed would have to sample it.
+def noise_of_first(kwargs: Mapping[str, Any], plan: Plan, devices: Sequence[str], widths: Sequence[int]) -> bool:
+    """Return whether the first rank has to sample for all, since they would sample different noise from one seed.
 
-    Every rank samples the whole noise. `random_widths`: see `Executor`.
+    `devices` and `widths`: of the call's ranks, see `Executor.random_widths`. Raises PlanError where no rank can.
     """
-    generators = generators_of({"generator": kwargs.get("generator")})
+    given, types = kwargs.get("generator"), {*map(kind_of, devices)}
+    generators = generators_of({"generator": given})
     by_cpu = bool(generators) and all(generator.device.type == "cpu" for generator in generators)
-    if len(set(random_widths)) > 1 and not by_cpu:
-        kinds = ", ".join(f"{device}: {width}" for device, width in zip(devices, random_widths, strict=True))
+    if len(set(widths)) < 2 or (by_cpu and types != {"cpu"}):
+        return False
+    kinds = ", ".join(f"{device}: {width}" for device, width in zip(devices, widths, strict=True))
+    different = f"the GPUs are of different kinds ({kinds} values side by side), so that torch samples different noise"
+    if len(types) > 1:
         raise PlanError(
-            f"the GPUs are of different kinds ({kinds} values side by side), so that torch samples different noise on "
-            "them from the same seed: let the CPU sample it, generator=torch.Generator().manual_seed(...), or use "
-            "equal GPUs"
+            f"{different}, and devices of types {sorted(types)} cannot have it from the first one: {SAMPLE_ON_CPU}"
         )
+    if plan.data > 1 and isinstance(given, (list, tuple)):
+        raise PlanError(
+            f"{different}, and with data={plan.data} each of them samples by its own of {len(given)} generators: "
+            f"{SAMPLE_ON_CPU}, or data=1, with which the first one samples for all"
+        )
+    return True
 
 
 def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:

@@ -94,6 +94,10 @@ class Mesh:
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
         return Axis("image", ranks.index(self._me), size, ranks)
 
+    def of_all(self) -> Axis:
+        """Return the axis of all ranks of the mesh."""
+        return Axis("all", self.ranks.index(self._me), len(self.ranks), self.ranks)
+
     def of_one_branch(self) -> Axis:
         """Return the axis of those of them that compute the same guidance branches as this one."""
         size = self["stage"].size * self["patch"].size * self["tensor"].size

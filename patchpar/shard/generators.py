@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+SAMPLE_ON_CPU = "let the CPU sample it, generator=torch.Generator().manual_seed(...), or use equal GPUs"
+"""What to do where GPUs of different kinds would sample different noise."""
+
 
 def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:
     """Return every torch.Generator among the arguments, in order, also those in lists."""

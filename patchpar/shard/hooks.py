@@ -98,9 +98,9 @@ class HookSet(ExitStack):
         return installed
 
     def replace(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute in an object's own dict, whatever its class defines under that name."""
+        """Set an attribute in an object's own dict, or a class's, whatever its class defines under that name."""
         self.callback(_put_back, owner, name, vars(owner).get(name, MISSING))
-        vars(owner)[name] = value
+        _put_back(owner, name, value)
 
 
 class AroundGraph:
@@ -127,7 +127,9 @@ class AroundGraph:
 
 def _put_back(owner: object, name: str, before: object) -> None:
     """Restore an object's own attribute, or delete it where there was none."""
-    if before is MISSING:
+    if isinstance(owner, type):  # whose dict can be read only
+        delattr(owner, name) if before is MISSING else setattr(owner, name, before)
+    elif before is MISSING:
         vars(owner).pop(name, None)
     else:
         vars(owner)[name] = before

@@ -17,6 +17,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
 from patchpar.launch.devices import count_named
 from patchpar.pipeline import startup
+from patchpar.pipeline.validate import noise_of_first
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
@@ -391,15 +392,19 @@ def test_what_diffusers_refuses_itself(parallel: ParallelPipeline, plain: Any) -
 @pytest.mark.parametrize(
     ("devices", "widths"), [(("cuda:0", "cuda:1"), (221184, 196608)), (("xpu:0", "xpu:1"), (1024, 2048))], ids=str
 )
-def test_unequal_gpus_sample_unequal_noise(devices: tuple[str, ...], widths: tuple[int, ...]) -> None:
-    from patchpar.pipeline.validate import check_generators
-
+def test_unequal_gpus_have_the_noise_of_the_first(devices: tuple[str, ...], widths: tuple[int, ...]) -> None:
+    """Unless the CPU samples it; refused where the first one's cannot be that of all."""
+    plan, over_prompts = Plan(cfg=2), Plan(data=2)
     of_cpu = torch.Generator()
     of_gpu = type("Generator", (), {"__module__": "torch", "device": torch.device(devices[0])})()
     for kwargs in ({}, {"generator": None}, {"generator": of_gpu}, {"generator": [of_cpu, of_gpu]}):
-        with pytest.raises(PlanError, match=says("of different kinds", devices[0], "let the CPU sample it")):
-            check_generators(kwargs, devices, widths)
-        check_generators(kwargs, devices, (widths[0], widths[0]))
-        check_generators(kwargs, devices, ())
-    check_generators({"generator": of_cpu}, devices, widths)
-    check_generators({"generator": [of_cpu, of_cpu]}, devices, widths)
+        assert noise_of_first(kwargs, plan, devices, widths)
+        assert not noise_of_first(kwargs, plan, devices, (widths[0], widths[0]))
+        with pytest.raises(PlanError, match=says("of different kinds", r"types \['cpu', ", "let the CPU sample it")):
+            noise_of_first(kwargs, plan, (devices[0], "cpu"), (widths[0], 0))
+    with pytest.raises(PlanError, match=says("of different kinds", devices[0], "data=2", "of 2 generators", "data=1")):
+        noise_of_first({"generator": [of_cpu, of_gpu]}, over_prompts, devices, widths)
+    assert noise_of_first({"generator": of_gpu}, over_prompts, devices, widths)
+    for kwargs in ({"generator": of_cpu}, {"generator": [of_cpu, of_cpu]}):
+        for kinds in (devices, (devices[0], "cpu")):
+            assert not noise_of_first(kwargs, over_prompts, kinds, widths)

@@ -23,6 +23,7 @@ from patchpar.shard.compiled import compiled_in
 from patchpar.shard.encoders.absent_weights import AbsentNetworks, AbsentWeights
 from patchpar.shard.encoders.transfer import PackedValue, ValueTransfer
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.shared_noise import sampled_on_one_rank
 from patchpar.shard.unsupported_model import in_one_line
 
 GENERATE = "generate"  # of language models: one transfer instead of one for each token
@@ -114,7 +115,8 @@ class OneRankEncoders:
         error: Exception | None = None
         self._inside = True
         try:
-            value = encode()
+            with sampled_on_one_rank():
+                value = encode()
             _refuse_gradients(where, value)
         except Exception as raised:  # noqa: BLE001  all ranks raise it
             error = raised

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.shared_noise import sampled_on_one_rank
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.vae.outputs import joined
 from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
@@ -126,7 +127,8 @@ class ParallelVae:
             if name == "encode" or self.state.everywhere or call.x.ndim not in (4, 5):
                 return call.on(call.x)
             self.state.dropped = True
-            return call.on(call.x) if self._first else stand_in(call)
+            with sampled_on_one_rank():
+                return call.on(call.x) if self._first else stand_in(call)
 
     def _tiling_wins(self) -> bool:
         tiled = is_tiled(self.vae)

@@ -18,6 +18,7 @@ from patchpar.shard.default_generators import DefaultGenerators
 from patchpar.shard.generators import generators_of
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
+from patchpar.shard.shared_noise import sampled_in_vain
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
@@ -206,7 +207,8 @@ def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     states = [generator.get_state() for generator in generators]
     default = DefaultGenerators(call.x.device)
     try:
-        yield
+        with sampled_in_vain():
+            yield
     finally:
         default.restore()
         for generator, state in zip(generators, states, strict=True):
