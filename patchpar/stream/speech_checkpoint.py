@@ -14,7 +14,7 @@ from patchpar.models.speech.config import AFTER, SpeechConfig
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.json_files import read_object
 from patchpar.stream.causal.checkpoint import check_weights
-from patchpar.stream.causal.original_names import without_prefix
+from patchpar.stream.weight_files import without_prefix
 
 PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
 WAV2VEC2 = "wav2vec2-large-xlsr-53-english"
