@@ -21,8 +21,8 @@ class CausalOptions:
     stores rotated keys ("abs"), or keys are rotated at each read ("relative"), see `causal.attention_passes`. `sinks`:
     blocks of the window that are the stream's first ones for good, see `KVWindow` there. `history`: each step attends
     to earlier blocks at its own noise level ("noisy"), or all steps attend to finished blocks, whose keys and values
-    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history`; as the
-    model was trained.
+    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history`; as the model
+    was trained.
     """
 
     frames: int = 3
