@@ -85,6 +85,12 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"size": "16x64"}, "size", "invalid_size", "nearest is 64x64"),
     ({"size": "64x64", "height": 64}, "size", "invalid_size", "one of them"),
     ({"height": 100}, "size", "invalid_size", "nearest is 256x96"),
+    (
+        {"size": "16384x64", "output_format": "webp"},
+        "size",
+        "invalid_size",
+        "WEBP has at most 16383 pixels a side: use png",
+    ),
     ({"plan": "patch=0"}, "plan", "invalid_value", "patch"),
     ({"plan": "weights=hosted"}, "plan", "invalid_value", "cfg, patch and a strategy"),
     ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg, patch and a strategy"),
