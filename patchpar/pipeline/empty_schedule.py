@@ -1,4 +1,4 @@
-"""Calls of which `strength` leaves no denoising step. Few pipelines of diffusers notice; in others a tensor is empty."""
+"""Calls of which `strength` leaves no step. Few pipelines of diffusers notice: elsewhere tensors are empty."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -267,7 +267,7 @@ def _check_format(width: int, height: int, output_format: OutputFormat) -> None:
     """Raise RequestError for an image that could be made, and not be written in its format."""
     if output_format in MOST_SIDE and max(width, height) > (most := MOST_SIDE[output_format]):
         raise RequestError(
-            f"size {width}x{height}: {output_format.upper()} has at most {most} pixels a side: use png, or a smaller size",
+            f"size {width}x{height}: {output_format.upper()} has at most {most} pixels a side: use png, or less",
             param="size",
             code="invalid_size",
         )
