@@ -293,7 +293,7 @@ def test_sizes_of_the_branch_without_text() -> None:
     sizes = {"negative_original_size": (64, 64), "negative_target_size": (128, 128)}
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0], **sizes}
     pipe = tiny.build("sdxl")
-    refused = pytest.raises(PlanError, match="negative_original_size and negative_target_size.*use data=1")
+    refused = pytest.raises(PlanError, match=r"negative_original_size and negative_target_size.*use data=1")
     with refused, as_one_call(pipe.pipe, pipe.call_kwargs | call, 0, 2):
         pass
     call["image"] = [sample_images.scene(), sample_images.scene().transpose(0)]

@@ -222,8 +222,8 @@ def _refuse_sizes_in_turn(pipe: Any, kwargs: Mapping[str, Any]) -> None:
     method = getattr(pipe, "_get_add_time_ids", None)
     if method is None or NEGATIVE_SIZES[0] not in inspect.signature(method).parameters:
         raise PlanError(
-            f"{' and '.join(NEGATIVE_SIZES)}: diffusers gives these and the other sizes to prompts and branches in turn, "
-            "so that data ranks would give other images: use data=1 with them"
+            f"{' and '.join(NEGATIVE_SIZES)}: diffusers gives these and the other sizes to prompts and branches in "
+            "turn, so that data ranks would give other images: use data=1 with them"
         )
 
 
@@ -248,7 +248,7 @@ def _refuse_images(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> N
             )
         if results > 1 and name not in CONTROLS and not repeats_each:
             raise PlanError(
-                f"{results} results for each prompt: {type(pipe).__name__} gives them the entries of {name} in turn, of "
-                "other prompts too, so that data ranks would give other images: use data=1, or one result for each "
-                f"prompt, with every prompt and its {name} {results} times in the lists"
+                f"{results} results for each prompt: {type(pipe).__name__} gives them the entries of {name} in turn, "
+                "those of other prompts too, so that data ranks would give other images: use data=1, or one result for "
+                f"each prompt, with every prompt and its {name} {results} times in the lists"
             )
