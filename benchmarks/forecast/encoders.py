@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.forecast.models import Model
 
@@ -16,6 +17,7 @@ T5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_he
 CHECKER = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 """Of CLIP's ViT-L/14, which judges images of 224 x 224."""
 EMBEDS = ("prompt_embeds", "pooled_prompt_embeds", "negative_prompt_embeds", "negative_pooled_prompt_embeds")
+IN_PRODUCTS = "in products"
 PROMPT = "x"
 """One word, whose tokens are filled up."""
 
@@ -43,6 +45,32 @@ def of_flux() -> Mapping[str, Any]:
     config = T5Config(**T5_XXL, feed_forward_proj="gated-gelu")
     second = {"text_encoder_2": T5EncoderModel(config), "tokenizer_2": _tokenizer(T5_TOKENS)}
     return {**_clip("", CLIP_L), **second}
+
+
+def of_flux_in_sglang() -> Mapping[str, Any]:
+    """Return those of FLUX.1 as SGLang computes them: T5's attention in products and fp32, and its norms in one kernel.
+
+    By sgl-project/sglang, python/sglang/multimodal_gen/runtime/models/encoders/t5.py.
+    """
+    from transformers import AttentionInterface, T5Config, T5EncoderModel
+    from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+    AttentionInterface.register(IN_PRODUCTS, _attention_in_products)
+    config = T5Config(**T5_XXL, feed_forward_proj="gated-gelu", attn_implementation=IN_PRODUCTS)
+    encoder = T5EncoderModel(config)
+    for owner in list(encoder.modules()):
+        for name, part in owner.named_children():
+            if isinstance(part, T5LayerNorm):
+                setattr(owner, name, torch.nn.LayerNorm(config.d_model, bias=False))  # moves as many bytes
+    return {**of_flux(), "text_encoder_2": encoder}
+
+
+def _attention_in_products(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **given: Any) -> Any:
+    """Return the output [B, L, N, D] and the weights [B, N, L, L]; query, key and value are [B, N, L, D]."""
+    scores = query @ key.transpose(2, 3)
+    scores += given["position_bias"]
+    weights = scores.float().softmax(-1).type_as(scores)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def with_encoders(model: Model, make: Callable[[], Mapping[str, Any]]) -> Model:

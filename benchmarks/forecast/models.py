@@ -97,8 +97,11 @@ def unguided(model: Model) -> Model:
     return without
 
 
-def with_vae(model: Model, channels: int) -> Model:
-    """Return a model that decodes its latents of so many channels, in the dtype of its network."""
+def with_vae(model: Model, channels: int, *, upcast: bool = False) -> Model:
+    """Return a model that decodes its latents of so many channels, in the dtype of its network.
+
+    `upcast`: but for what enlarges the maps, which is in fp32, as diffusers 0.21 has it for SDXL in fp16.
+    """
 
     def decoding() -> tuple[Any, dict[str, Any]]:
         from diffusers import AutoencoderKL
@@ -106,6 +109,10 @@ def with_vae(model: Model, channels: int) -> Model:
         pipe, call = model()
         options = {"latent_channels": channels, "force_upcast": False, "shift_factor": 0.1, **VAE}
         vae = _empty(lambda: AutoencoderKL(**options), call["prompt_embeds"].dtype)
+        if upcast:
+            for part in (vae.decoder.up_blocks, vae.decoder.conv_norm_out, vae.decoder.conv_out):
+                part.float()
+            vae.decoder.up_blocks[0].register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
         pipe.register_modules(vae=vae)
         return pipe, {**call, "output_type": "pt"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.forecast.encoders import of_flux, of_sd15, of_sdxl, with_encoders
+from benchmarks.forecast.encoders import of_flux, of_flux_in_sglang, of_sd15, of_sdxl, with_encoders
 from benchmarks.forecast.fp8 import in_fp8
 from benchmarks.forecast.models import flux, qwen, sd15, sdxl, unguided, wan, with_vae
 from patchpar.pipeline.planner.tape_recorder import ENCODE
@@ -33,7 +33,9 @@ class PublishedRow:
 MODELS = {
     "sd15": with_encoders(with_vae(sd15, 4), of_sd15),
     "sdxl": with_encoders(with_vae(sdxl, 4), of_sdxl),
+    "sdxl-upcast": with_encoders(with_vae(sdxl, 4, upcast=True), of_sdxl),
     "flux": with_encoders(with_vae(flux, 16), of_flux),
+    "flux-in-sglang": with_encoders(flux, of_flux_in_sglang),
     "flux-fp8": in_fp8(with_encoders(with_vae(flux, 16), of_flux)),
     "qwen-512": qwen(512),
     "qwen-1536": qwen(1536),
@@ -97,7 +99,7 @@ ROWS = (
     ),
     PublishedRow(
         what="SDXL, 1024 x 1024, SDPA",
-        model="sdxl",
+        model="sdxl-upcast",
         device="A100",
         steps=50,
         seconds=5.933,
@@ -107,7 +109,7 @@ ROWS = (
     ),
     PublishedRow(
         what="SDXL, 1024 x 1024, compiled",
-        model="sdxl",
+        model="sdxl-upcast",
         device="A100",
         steps=50,
         seconds=5.246,
@@ -117,7 +119,7 @@ ROWS = (
     ),
     PublishedRow(
         what="SDXL, 1024 x 1024, compiled, channels last",
-        model="sdxl",
+        model="sdxl-upcast",
         device="A100",
         steps=50,
         seconds=5.132,
@@ -219,7 +221,7 @@ ROWS = (
     ),
     PublishedRow(
         what="text encoders of FLUX.1 dev, eager",
-        model="flux",
+        model="flux-in-sglang",
         device="H100",
         steps=1,
         seconds=0.02411,
@@ -229,7 +231,7 @@ ROWS = (
     ),
     PublishedRow(
         what="text encoders of FLUX.1 dev, eager",
-        model="flux",
+        model="flux-in-sglang",
         device="RTX4090",
         steps=1,
         seconds=0.05715,

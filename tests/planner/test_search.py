@@ -108,6 +108,17 @@ def test_weights_that_do_not_fit_are_sharded() -> None:
         search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=10**12)).best  # noqa: B018
 
 
+def test_where_no_plan_fits_the_nearest_is_named_with_what_is_missing() -> None:
+    """Sharded over four devices of 24 GB, 400 GiB of weights are 100 on each, besides tensors and the context."""
+    machine = Machine.parse("4xRTX4090")
+    found = search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=400 * GIB))
+    nearest = min(found.ranked, key=lambda each: each.memory[0].total)
+    assert nearest.plan == Plan(patch=4, weights="sharded")
+    needed = f"{nearest.memory[0].total / GIB:.1f} GiB on a RTX4090, which has 22.4"
+    with pytest.raises(PlanError, match=f"{nearest.plan} comes nearest, with {needed}"):
+        found.best  # noqa: B018 - raises
+
+
 def test_devices_in_json_are_those_of_ranks_only() -> None:
     """In order or not: idle ones stand in neither."""
     found = forecast_of(Plan(cfg=2), Machine.parse("4xH100"), exchange=0.0)

@@ -112,7 +112,7 @@ def test_prices_follow_flops_and_bytes() -> None:
     add = Operator("add", "bfloat16", 0, 10**9)
     assert kernel_seconds(add, device) == pytest.approx(10**9 / (0.8 * 3350e9) + gap)
     cached = Operator("add", "bfloat16", 0, 4 * 10**7)
-    assert kernel_seconds(cached, device) == pytest.approx(0.04e9 / (2 * 3350e9) + gap)
+    assert kernel_seconds(cached, device) == pytest.approx(0.04e9 / (0.75 * 9800e9) + gap)
     assert kernel_seconds(Operator("add", "bfloat16", 0, 8), device) == pytest.approx(gap)
     convolution = Operator("convolution", "bfloat16", large.flops, large.num_bytes, large.dims)
     assert kernel_seconds(convolution, device) > 1.4 * kernel_seconds(large, device)
@@ -173,7 +173,7 @@ def test_weights_come_from_the_memory_and_activations_from_the_cache() -> None:
     weight, others = 2 * n * k, 2 * m * (n + k)
     assert weight + others < device.cache
     product = Operator("mm", "float16", 2 * m * n * k, weight + others, (m, n, k))
-    moving = (weight + others / 2.5) / (0.8 * 2039e9)
+    moving = weight / (0.8 * 2039e9) + others / (0.75 * 5400e9)
     assert kernel_seconds(product, device) == pytest.approx(moving + 2e-6)
     between = replace(product, name="bmm")
     assert kernel_seconds(between, device) < 0.95 * kernel_seconds(product, device)
@@ -198,15 +198,39 @@ def test_eager_convolutions_add_their_bias_apart() -> None:
     eager = Operator("convolution", "float16", 2 * 2**14 * 320 * 2880, maps, dims)
     in_layout, compiled = (replace(each, channels_last=True) for each in (ASSUMED, COMPILED))
     bias = kernel_seconds(eager, device, in_layout) - kernel_seconds(eager, device, compiled)
-    assert bias == pytest.approx(maps / (2.5 * 0.8 * 2039e9) + 2e-6)
+    assert bias == pytest.approx(maps / (0.75 * 5400e9) + 2e-6)
     layouts = kernel_seconds(eager, device) - kernel_seconds(eager, device, in_layout)
     assert layouts > 3 * 2e-6
+
+
+def test_a_cache_is_no_faster_for_a_faster_memory() -> None:
+    """That of an H200 is the H100's; Ada's large caches are many times as fast as its memory."""
+    cached = Operator("add", "float16", 0, 4 * 10**7)
+    seconds = {name: kernel_seconds(cached, device_named(name)) for name in ("H100", "H200", "L40", "RTX4090")}
+    assert seconds["H200"] == seconds["H100"]
+    for name in ("L40", "RTX4090"):
+        beyond = kernel_seconds(replace(cached, num_bytes=100 * cached.num_bytes), device_named(name))
+        assert beyond > 4 * 100 * (seconds[name] - ASSUMED.gap)
+
+
+@pytest.mark.parametrize(("device", "faster"), [("A100", 156 / 19.5), ("H100", 494.5 / 66.9), ("MI300X", 1.0)])
+def test_convolutions_in_fp32_have_the_rate_of_tf32_and_products_have_not(device: str, faster: float) -> None:
+    """As torch has it without being told otherwise: a VAE that is decoded in fp32 is convolutions."""
+    dims, spec = (2**16, 512, 4608), device_named(device)
+    convolution = Operator("convolution", "float32", 2 * 2**16 * 512 * 4608, 8, dims)
+    fraction = ASSUMED.convolution_fraction * spec.matmul_fraction * busy_part(dims, spec.processors)
+    in_layout = replace(ASSUMED, channels_last=True, fused=True, gap=0.0)
+    computing = convolution.flops / (fraction * spec.flops["float32"])
+    assert kernel_seconds(convolution, spec, in_layout) == pytest.approx(computing / faster)
+    product = replace(convolution, name="mm")
+    assert kernel_seconds(product, spec, in_layout) == pytest.approx(computing * ASSUMED.convolution_fraction)
 
 
 def test_every_device_has_a_source() -> None:
     for device in DEVICES:
         assert device.source.startswith("https://")
         assert device.flops["float16"] > device.flops["float32"] > 0
+        assert device.cache_rate > device.memory_rate
 
 
 @pytest.mark.parametrize("cards", [2, 6])

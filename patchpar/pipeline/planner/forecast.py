@@ -108,10 +108,17 @@ class Forecast:
         return self.machine.device_at(self.order[rank] if self.order else rank)
 
     @property
+    def largest_memory(self) -> tuple[int, Device]:
+        """Bytes of the rank whose device has the least left, or lacks the most, and that device."""
+        ranks = range(self.plan.world_size)
+        of_rank = [(self.memory[rank % len(self.memory)].total, self.device_of(rank)) for rank in ranks]
+        return max(of_rank, key=lambda each: each[0] - each[1].memory)
+
+    @property
     def fits(self) -> bool:
         """Whether the memory of every rank's device is enough."""
-        of_rank = [self.memory[rank % len(self.memory)].total for rank in range(self.plan.world_size)]
-        return all(total <= self.device_of(rank).memory for rank, total in enumerate(of_rank))
+        total, device = self.largest_memory
+        return total <= device.memory
 
     @property
     def seconds(self) -> float:
@@ -290,7 +297,4 @@ def _parts(step: Interval, intervals: Sequence[Interval]) -> PhaseForecast:
 
 def _inside(step: Interval, intervals: Sequence[Interval]) -> Iterator[Interval]:
     end = step.start + step.seconds
-    for each in intervals:
-        middle = each.start + each.seconds / 2
-        if each.what != STEP and step.start <= middle <= end:
-            yield each
+    return (each for each in intervals if each.what != STEP and step.start <= each.start + each.seconds / 2 <= end)

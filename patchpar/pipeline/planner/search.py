@@ -52,11 +52,15 @@ class PlanSearchResult:
     def best(self) -> Forecast:
         """The plan to take. Raises PlanError where none fits the memory."""
         fitting = [each for each in self.ranked if fits(each)]
-        if not fitting:
-            raise PlanError(
-                "no plan fits the memory of its devices: use a smaller --dtype, a smaller image, or devices with more"
-            )
-        return fitting[0]
+        if fitting:
+            return fitting[0]
+        taken = [(*each.largest_memory, each.plan) for each in self.ranked]
+        total, device, plan = min(taken, key=lambda found: found[0] - found[1].memory)
+        raise PlanError(
+            f"no plan fits the memory of its devices: {plan} comes nearest, with {total / 2**30:.1f} GiB on a "
+            f"{device.name}, which has {device.memory / 2**30:.1f}: use a smaller --dtype, a smaller image, or devices "
+            "with more"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

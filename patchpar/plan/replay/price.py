@@ -3,6 +3,7 @@
 matrix product     FLOPs at a share of the device's rate, less where its tiles do not fill the processors
 convolution        the same at a smaller share, after its maps are read and written in the layout of the kernel
 attention          FLOPs at another share, of heads whose width is filled up to a multiple of 32
+fp32               convolutions in the rate of TF32, as torch computes them; matrix products in that of fp32
 all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
 weights            come from the memory: a network has more of them than a cache holds
 group norm         reads its maps twice, for moments and for values
@@ -50,17 +51,18 @@ class CostAssumptions:
 
     `launch`: the process launches a kernel from eager code, 0 in a CUDA graph. `message`: it starts an exchange. `gap`:
     of the device between two kernels.
-    `cache_speed`: how much faster bytes move that fit the cache. `convolution_fraction`: of what products of matrices
-    reach. `attention_part`: of what attention reaches on the device, with an older kernel. `channels_last`: maps have
-    the layout of convolutions. `fused`: kernels between two products are one. `scale`: of the seconds of kernels, by a
-    call that was measured.
+    `cache_fraction`: of the rate with which a cache is read, what kernels reach that also write: 3.6 of 4.9 TB/s by
+    copies on an RTX 4090 (github.com/smallscientist1/cuda_microbenchmark). `convolution_fraction`: of what products of
+    matrices reach. `attention_part`: of what attention reaches on the device, with an older kernel. `channels_last`:
+    maps have the layout of convolutions. `fused`: kernels between two products are one. `scale`: of the seconds of
+    kernels, by a call that was measured.
     """
 
-    launch: float = 24e-6
+    launch: float = 30e-6
     message: float = 15e-6
     gap: float = 2e-6
     memory_fraction: float = 0.8
-    cache_speed: float = 2.5
+    cache_fraction: float = 0.75
     convolution_fraction: float = 0.7
     attention_part: float = 1.0
     channels_last: bool = False
@@ -80,7 +82,7 @@ class CostAssumptions:
         yield (
             f"{device.name}: {device.matmul_fraction:.0%} of its published FLOP/s in large products, "
             f"{device.attention_fraction:.0%} in attention; all other kernels at {self.memory_fraction:.0%} of "
-            f"the rate of its memory, {self.cache_speed:.1f} times as fast where they fit its cache"
+            f"the rate of its memory, {self.cache_fraction:.0%} of that of its cache where they fit"
         )
         yield f"process: {1e6 * self.launch:.0f} µs per launch, {1e6 * self.message:.0f} µs per exchange"
 
@@ -106,7 +108,7 @@ def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssu
     moving = _moving(operator, device, assumed)
     if not operator.flops:
         return moving + gaps
-    rate = device.flops.get(operator.dtype)
+    rate = _peak(operator, device)
     if rate is None:
         raise PlanError(
             f"{operator.name} in {operator.dtype}: the catalogue has no rate of {device.name} for it; use --dtype with "
@@ -125,6 +127,13 @@ def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssu
     return max(operator.flops / (fraction * rate), moving) + gaps
 
 
+def _peak(operator: Operator, device: DeviceSpec) -> float | None:
+    """Return the FLOP/s of an operator's dtype; None for one that is not in the catalogue."""
+    if device.tf32 and operator.dtype == "float32" and "convolution" in operator.name:
+        return max(device.tf32 * device.flops["float16"], device.flops["float32"])
+    return device.flops.get(operator.dtype)
+
+
 def _kernels_of(operator: Operator, assumed: CostAssumptions) -> int:
     """Return how many kernels an operator launches; compiled, a bias is a part of what follows."""
     in_layout = LAYOUT_KERNELS if "convolution" in operator.name and not assumed.channels_last else 0
@@ -138,8 +147,8 @@ def _moving(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) ->
     others = operator.num_bytes - weight
     if operator.name == GROUP_NORM:
         others += others // 2  # its input again, for the moments
-    fits = others <= device.cache
-    return weight / rate + others / (rate * (assumed.cache_speed if fits else 1.0))
+    cached = assumed.cache_fraction * device.cache_rate
+    return weight / rate + others / (cached if others <= device.cache else rate)
 
 
 def _bias_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
