@@ -257,16 +257,17 @@ class PipelineJob:
         return self._is_cancelled or self._is_to_suspend or self._caller.has_enough
 
     def _chosen(self) -> Plan:
-        state, placement, kwargs = self._state, self._placement, self._caller.bound
-        plan = placement.plan
+        state, plan, kwargs = self._state, self._placement.plan, self._caller.bound
         if plan is None:
             ranks, note = self._candidates()
-            choice = state.choose(placement.rule, ranks, kwargs)
+            choice = state.choose(self._placement.rule, ranks, kwargs)
             plan, self.reason, self._best = choice.plan, choice.explanation + note, choice.ranks or None
         if plan.ratio == MEASURED:
             plan, self.reason = self._measured(plan)
-        names = state.request.devices.names
-        check_plan_for(state.described, plan, kwargs, [names[rank] for rank in self._ranks_of(plan)])
+        elif self._placement.plan is not None:
+            plan, self.reason = state.on_links(plan, self._ranks_of(plan), kwargs)
+        devices = [state.request.devices.names[rank] for rank in self._ranks_of(plan)]
+        check_plan_for(state.described, plan, kwargs, devices)
         return plan
 
     def _measured(self, plan: Plan) -> tuple[Plan, str]:

@@ -165,6 +165,14 @@ class PipelineState:
             self.advise(choice.advice)
         return choice
 
+    def on_links(self, plan: Plan, ranks: tuple[int, ...], kwargs: Mapping[str, Any]) -> tuple[Plan, str]:
+        """Return a plan that was asked for as the links between `ranks` need it, and the reason for it.
+
+        Where each rank has a caller of its own it stays: they might have measured different links.
+        """
+        found = self.timed.overlapped(plan, ranks, kwargs) if self.ranks.kind == "local" else None
+        return (plan, "as requested") if found is None else (found.plan, f"as requested, {found.reason}")
+
     def ended(self, run: Run, kwargs: Mapping[str, Any], *, busy: float | None) -> Run:
         """Keep the statistics of a call, and return them with its forecast. `busy`: see `TimedPlans.compared`."""
         with self._changes:

@@ -2,7 +2,8 @@
 
 A call is searched for plans as `patchpar plan --machine local` does, once for each size, and always exact. After each
 later call the seconds of its ranks are compared with the forecast: off by more than 25 % twice in a row, the
-measurement of kernels is scaled to what calls take, in its file too.
+measurement of kernels is scaled to what calls take, in its file too. An exact plan that was asked for stays, except
+that keys are attended to as they arrive where that is faster.
 """
 
 import json
@@ -19,6 +20,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
+from patchpar.pipeline.planner.overlap import OverlapChoice, leaves_overlap_open, overlap_of
 from patchpar.pipeline.planner.search import PlanSearchResult, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.pipeline.planner.tape_recorder import DECODE
@@ -70,6 +72,7 @@ class TimedPlans:
         self._options = {name: _named(value) for name, value in options.items()}
         self._kept = kept or KeptMachines.in_home()
         self._found: dict[str, PlanSearchResult | PlanError] = {}
+        self._overlaps: dict[tuple[str, Plan, tuple[int, ...]], OverlapChoice | None] = {}
         self._called: set[tuple[str, Plan]] = set()
         self._ratios: list[float] = []
         self._searching = threading.Lock()  # calls that are alike are searched once, and searches come in turn
@@ -106,6 +109,30 @@ class TimedPlans:
         if best.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
             return choice
         return replace(choice, plan=best, reason=_reason(found), ranks=order[: best.world_size])
+
+    def overlapped(self, plan: Plan, ranks: tuple[int, ...], kwargs: Mapping[str, Any]) -> OverlapChoice | None:
+        """Return a plan that was asked for with `overlap` as the links between its ranks are; see `overlap_of`.
+
+        None where that is not open, and where there is no forecast: a CPU's messages take the core that computes. What
+        has been decided stays, whatever is measured later: the same call has the same bits as long as there is this.
+        """
+        call = _call_of(kwargs)
+        if self._folder is None or call is None or not leaves_overlap_open(plan):
+            return None
+        key = _key(call), plan, ranks
+        with self._searching:
+            if key not in self._overlaps:
+                self._overlaps[key] = self._overlap(plan, ranks, call)
+            return self._overlaps[key]
+
+    def _overlap(self, plan: Plan, ranks: tuple[int, ...], call: Mapping[str, Any]) -> OverlapChoice | None:
+        machine = self.machine
+        if self._folder is None or machine is None or not machine.device.beside_host:
+            return None
+        try:
+            return overlap_of(plan, ranks, Simulator(self._folder, machine, self._options, dict(call)).of)
+        except PlanError:  # it cannot be recorded: the plan stays as it was asked for
+            return None
 
     def planned(self, model: PipelineInfo, kwargs: Mapping[str, Any]) -> PlannedCall:
         """Return the plan of a call. Raises PlanError without a measurement, and for a call without a forecast."""

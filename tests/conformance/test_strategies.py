@@ -24,7 +24,7 @@ from patchpar.shard.attention import stale
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.token_slots import TokenSlots
+from patchpar.shard.stale.stale_layout import StaleLayout
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.stale.on_ranks import image, patched
@@ -153,8 +153,10 @@ def at_once() -> Any:
     are as near to the exact one. With the same rounding before them, quantised messages are equal to the bit.
     """
 
-    def attend(patch: LocalPatch, where: str, _: Any, call: AttentionCall, slots: TokenSlots, fresh: Tensor) -> Tensor:
-        patch.comm.exchange(where, [fresh_part(patch.axis, slots, fresh)]).wait()
+    def attend(
+        patch: LocalPatch, where: str, _: Any, call: AttentionCall, layout: StaleLayout, fresh: Tensor
+    ) -> Tensor:
+        patch.comm.exchange(where, [fresh_part(patch.axis, layout.fresh, fresh)]).wait()
         return attend_to_tokens(call, fresh, call.attn_mask)
 
     return mock.patch.object(stale, "_attend_now", attend)

@@ -26,8 +26,10 @@ from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
+from patchpar.plan.replay.measured_device import KernelRate, MeasuredDevice
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.exact import ExactPatch
 from tests.planner.test_search import forecast_of
 from tests.planner.test_uneven_devices import Simulated, measured_of
 from tests.unit.test_measured_machine import DEVICE
@@ -262,6 +264,132 @@ def test_a_forecast_is_compared_for_what_a_call_has_made(monkeypatch: pytest.Mon
 
 def test_a_call_without_a_forecast_has_none(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
     assert timed(monkeypatch, kept, with_exchange(0.3)).compared(run(1.0), CALL, 1.0).forecast is None
+
+
+SLOW_ATTENTION = (KernelRate(dims=(256, 64), rate=1e7),)  # so that there is something to hide a wait behind
+GPU = replace(DEVICE, name="GPU", memory=2**40, beside_host=True, attention=SLOW_ATTENTION)
+AT_ONCE = Plan(patch=2)
+IN_PARTS = Plan(patch=2, strategy=ExactPatch(overlap=True))
+
+
+def linked(rate: float, device: MeasuredDevice = GPU) -> MeasuredMachine:
+    """Two devices with a link of so many bytes per second."""
+    links = (LinkClass(pairs=((0, 1),), latency=1e-6, rate=rate),)
+    return MeasuredMachine(device=device, devices=2, links=links)
+
+
+FAST, SLOW = linked(1e15), linked(1e6)
+
+
+@pytest.fixture
+def tapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("tapes")
+def test_keys_of_a_plan_that_was_asked_for_are_attended_to_as_they_arrive_where_the_link_is_slow(
+    kept: KeptMachines,
+) -> None:
+    """By a replay of the embedded model, which `patchpar plan` makes too. What is decided stays in this process."""
+    found = {}
+    for machine in (FAST, SLOW):
+        kept.keep(DEVICES, machine)
+        plans = TimedPlans("embedded", {}, DEVICES, kept)
+        choice = found[machine.links[0].rate] = plans.overlapped(AT_ONCE, (0, 1), CALL)
+        kept.keep(DEVICES, SLOW if machine is FAST else FAST)
+        assert plans.overlapped(AT_ONCE, (0, 1), CALL) is choice
+    assert {rate: choice and choice.plan for rate, choice in found.items()} == {1e15: AT_ONCE, 1e6: IN_PARTS}
+    assert "keys as they arrive, by links as measured" in str(found[1e6])
+    assert "keys at once, by links as measured" in str(found[1e15])
+
+
+@pytest.mark.parametrize(
+    ("plan", "call", "machine"),
+    [
+        (IN_PARTS, CALL, SLOW),
+        (Plan(patch=2, strategy=ExactPatch(overlap=False)), CALL, SLOW),
+        (Plan(patch=2, strategy=ExactPatch(attention="ring")), CALL, SLOW),
+        (Plan(patch=2, strategy=ExactPatch(ulysses=2)), CALL, SLOW),
+        (Plan(patch=2, strategy="displaced"), CALL, SLOW),
+        (Plan(cfg=2), CALL, SLOW),
+        (AT_ONCE, {**CALL, "image": object()}, SLOW),
+        (AT_ONCE, CALL, linked(1e6, replace(GPU, beside_host=False))),
+        (AT_ONCE, CALL, None),
+    ],
+    ids=["decided", "at-once", "ring", "ulysses", "stale", "cfg", "no-forecast", "cpu", "not-measured"],
+)
+def test_where_no_link_is_known_or_nothing_is_open_a_plan_stays_as_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    plan: Plan,
+    call: dict[str, Any],
+    machine: MeasuredMachine | None,
+) -> None:
+    """Control: the last test, in which the same plan is changed."""
+
+    def refuse(plan: Plan) -> Forecast:
+        raise AssertionError(f"{plan} is not open")
+
+    known = KeptMachines(VerificationCache(tmp_path / "known"))
+    if machine is not None:
+        known.keep(DEVICES, machine)
+    assert timed(monkeypatch, known, refuse).overlapped(plan, (0, 1), call) is None
+
+
+def test_a_plan_that_cannot_be_recorded_stays_as_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, kept: KeptMachines
+) -> None:
+    def refuse(plan: Plan) -> Forecast:
+        raise PlanError("it needs values")
+
+    kept.keep(DEVICES, SLOW)
+    assert timed(monkeypatch, kept, refuse).overlapped(AT_ONCE, (0, 1), CALL) is None
+
+
+def test_links_are_those_between_the_ranks_of_the_call(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines) -> None:
+    orders = []
+
+    def of(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        orders.append(order)
+        return forecast_of(plan, SLOW, 0.0)  # type: ignore[arg-type]
+
+    kept.keep(DEVICES, SLOW)
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=of))
+    TimedPlans("model", {}, DEVICES, kept).overlapped(AT_ONCE, (1, 0), CALL)
+    assert orders == [(1, 0)] * 2
+
+
+@pytest.mark.parametrize("kind", ["local", "torchrun"])
+def test_one_process_decides_for_all_ranks(monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, kind: str) -> None:
+    """Under torchrun each rank has a caller, which may have measured another link: no rank decides."""
+    kept.keep(DEVICES, SLOW)
+
+    def simulate(plan: Plan) -> Forecast:
+        return forecast_of(plan, SLOW, 0.0 if plan == IN_PARTS else 1.0)  # type: ignore[arg-type]
+
+    options: Any = SimpleNamespace(plan=AT_ONCE)
+    state: Any = PipelineState(options)
+    state.executor, state.timed = SimpleNamespace(kind=kind), timed(monkeypatch, kept, simulate)
+    plan, reason = state.on_links(AT_ONCE, (0, 1), CALL)
+    assert plan == (IN_PARTS if kind == "local" else AT_ONCE)
+    assert ("as they arrive" in reason) == (kind == "local")
+
+
+@pytest.mark.breadth
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize(("machine", "plan"), [(FAST, AT_ONCE), (SLOW, IN_PARTS)], ids=["fast", "slow"])
+def test_a_real_call_on_known_links_has_the_image_of_one_process(machine: MeasuredMachine, plan: Plan) -> None:
+    """Both ways on two workers; daily in tests/exact, where the plan names them."""
+    KeptMachines.in_home().keep(DEVICES, machine)
+    call = {"prompt": "a fox", "height": 64, "width": 64, "num_inference_steps": 2, "output_type": "np"}
+    with ParallelPipeline.from_pretrained("embedded", devices=1) as pipe:
+        expected = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+    with ParallelPipeline.from_pretrained("embedded", devices=2, plan=AT_ONCE) as pipe:
+        found = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+        assert pipe.last_run is not None
+        assert pipe.last_run.plan == plan
+        assert pipe.plan == AT_ONCE
+    assert abs(found - expected).max() < 1e-4
 
 
 @pytest.mark.breadth

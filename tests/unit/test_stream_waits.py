@@ -356,6 +356,24 @@ def test_a_rank_that_is_gone_frees_the_stream_before_the_deadline(gpu: Gpu) -> N
     waits.close()
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_was_awaited_before_the_end_poisons_nothing_after_it(gpu: Gpu, ended: bool) -> None:
+    """The thread of deadlines looks once more; a transport may have made its groups anew by then."""
+    late: list[str] = []
+    waits = StreamWaits("cpu", lambda: 1e6, late.append, lambda waits: None, lambda: bool(gone))
+    gone: list[bool] = []
+    gpu.stuck = True
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at stream: no message from ranks [1]")
+    if ended:
+        waits.close()
+    gone.append(True)
+    waits.look()
+    assert bool(late) != ended
+    waits.close()
+    if ended:
+        waits.settle()  # returns
+
+
 def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:
     line = transport(deadline=0.0)
     assert line.waits is not None

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, arena, peer_socket, torch_groups
 from patchpar.comm.transport.packing import pack
@@ -341,3 +342,13 @@ def test_memory_that_there_is_not_leaves_no_descriptor(
             arena.Arena().take(100)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(made[0])
+
+
+def test_a_group_that_gloo_cannot_make_is_an_error_of_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise dist.DistStoreError("wait timeout after 1000ms")
+
+    monkeypatch.setattr(dist, "new_group", refused)
+    groups = ProcessGroups("gloo", torch.device("cpu"), 1.0)
+    with pytest.raises(ExchangeError, match=r"the group of ranks \[0, 1\] of gloo .* wait timeout after 1000ms"):
+        groups.form([(0, 1)], with_bulk=False)

@@ -145,7 +145,7 @@ class StreamWaits:
     def settle(self) -> None:
         """Block until all works are complete. Raises ExchangeError."""
         self.look()
-        while self._awaited:
+        while self._awaited and not self._closed:
             if self._late:
                 raise ExchangeError(self._late)
             time.sleep(POLL)
@@ -233,7 +233,7 @@ class StreamWaits:
             waits = None if has_begun is None else has_begun()
             self._report(not self._closed and waits is True)
             lateness = ", as a rank is gone" if self._is_cut() else self._lateness(since, waits=waits)
-            if not lateness:
+            if not lateness or self._closed:  # whose transport may have other groups by now
                 return
             self._late = what() + lateness
             self._report(False)

@@ -61,15 +61,18 @@ class ProcessGroups:
                     self._own[ranks, bulk] = made
 
     def _in_time(self, make: Callable[[], T], what: str) -> T:
-        """Return what `make` returns. Raises ExchangeError after the deadline; gloo has limits of its own."""
-        if self.backend != "nccl":
-            return make()
+        """Return what `make` returns. Raises ExchangeError, after the deadline at the latest: gloo has the same."""
         try:
-            return within(self._deadline, make, self._device)
+            return within(self._deadline, make, self._device) if self.backend == "nccl" else make()
         except TimedOut as error:
             raise ExchangeError(
                 f"{what} of {self.backend} is not there within {self._deadline:g} s: another rank has not come to it. "
                 "All ranks have to use the same plan, at the same time"
+            ) from error
+        except RuntimeError as error:  # of torch: a store or a socket has waited in vain
+            raise ExchangeError(
+                f"{what} of {self.backend} cannot be made: {error}. All ranks have to use the same plan, at the "
+                "same time"
             ) from error
 
     def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:
