@@ -112,6 +112,17 @@ def outputs(this: PoolRank) -> list[Any]:
     return found
 
 
+def of_inference_mode(this: PoolRank) -> bool:
+    """Whether autograd refuses a weight that has come back in torch's inference mode."""
+    encoder = Scripted()
+    one = OneRankEncoders(
+        {"encoder": encoder}, [], this.mesh(patch=this.world)["patch"], torch.device("cpu"), this.comm
+    )
+    with torch.inference_mode():
+        one.give_back()
+    return encoder.weight.is_inference()
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist(), value.stride(), str(value.dtype)

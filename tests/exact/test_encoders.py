@@ -49,6 +49,10 @@ def test_without_the_transfer_the_image_is_another(ranks: Any) -> None:
     assert not other["equal"]
 
 
+def test_weights_can_be_trained_after_they_came_back_in_inference_mode(ranks: Any) -> None:
+    assert ranks.run(f"{ON_RANKS}:of_inference_mode", 2) == [False, False]
+
+
 def test_outputs_of_all_kinds_exceptions_and_random_states_travel(ranks: Any) -> None:
     first, *others = ranks.run(f"{ON_RANKS}:outputs", 3)
     assert others == [first, first]

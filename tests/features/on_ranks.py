@@ -152,6 +152,17 @@ def restored_late(this: PoolRank) -> dict[str, Any]:
     return {"error": error, "whole": is_whole(network, before)}
 
 
+def of_inference_mode(this: PoolRank) -> list[bool]:
+    """Of each weight, whether autograd refuses it after a cut, and the end, in torch's inference mode."""
+    tiny = TRANSFORMERS["FluxTransformer2DModel"]
+    network = tiny.build()
+    tensor = divided(this, network)
+    with torch.inference_mode():
+        tensor.prepare(network.forward, ((), tiny.call(0)))
+        tensor.restore()
+    return [weight.is_inference() for weight in network.parameters()]
+
+
 @torch.no_grad()
 def kept_in_files(this: PoolRank, folder: str, name: str) -> list[Any]:
     """A plan is found and verified once; the second program finds both. A rank without its file searches with all."""

@@ -54,6 +54,11 @@ def test_features_become_whole_when_there_is_room_and_not_before(ranks: Any) -> 
         assert each["whole"]
 
 
+def test_weights_can_be_trained_after_a_cut_in_inference_mode(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:of_inference_mode", 2):
+        assert not any(found)
+
+
 def test_what_was_found_is_kept(ranks: Any, tmp_path: Path) -> None:
     found = ranks.run(f"{ON_RANKS}:kept_in_files", 2, str(tmp_path), "WanTransformer3DModel")
     for searched, kept, without_file in found:

@@ -248,6 +248,17 @@ def gathers_after_an_exception(this: PoolRank) -> list[int]:
     return found[1:]
 
 
+def of_inference_mode(this: PoolRank) -> list[bool]:
+    """Of each weight, whether autograd refuses it after calls, and the end, in torch's inference mode."""
+    network, x = networks.build("read outside"), networks.sample()
+    weights = divided(this, network, "hosted")
+    with torch.inference_mode():
+        keep_what_is_read_outside(weights, lambda: network(x))
+        network(x)
+        weights.restore()
+    return [weight.is_inference() for weight in network.parameters()]
+
+
 def slots_after_the_end(this: PoolRank) -> bool:
     """Whether the memory of slots is free again, though the object is still held."""
     weights = divided(this, networks.build("chain"), "hosted")

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from numpy import ndarray
 from torch import Tensor
 
-from patchpar.comm.pytree import tensors_in
+from patchpar.comm.pytree import leaves
 from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.launch.remote_errors import take_down
 from patchpar.pipeline.messages import CallOptions, CallResult
@@ -70,7 +71,7 @@ def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str) -> dict[s
         if not isinstance(result, CallResult):
             return None
         sent, received = dict(result.figures[0].bytes_sent), dict(result.figures[0].bytes_received)
-        latents += tensors_in(result.output)
+        latents += [torch.as_tensor(x) for x in leaves(result.output) if isinstance(x, (Tensor, ndarray))]  # DiT's
     return {"latents": latents, "sent": sent, "received": received}
 
 

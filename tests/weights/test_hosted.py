@@ -140,6 +140,11 @@ def test_a_rank_killed_while_it_copies(ranks: Any) -> None:
         assert all(found)
 
 
+def test_weights_can_be_trained_after_calls_in_inference_mode(ranks: Any) -> None:
+    (found,) = ranks.run(f"{ON_RANKS}:of_inference_mode", 1)
+    assert not any(found)
+
+
 def test_compiled_modules_are_refused(ranks: Any) -> None:
     for message in ranks.run(f"{ON_RANKS}:refused", 1, "compiled", "hosted"):
         assert "compiled modules" in message

@@ -96,7 +96,8 @@ class AbsentWeights:
             if axis.rank == 0:
                 _send(comm, axis, where, weight)
                 continue
-            weight.data = _received(comm, axis, where, *self._layouts[key])
+            with torch.inference_mode(mode=False):  # whose tensors autograd refuses for good
+                weight.data = _received(comm, axis, where, *self._layouts[key])
             for module, name in self._owners[key]:
                 module._parameters[name] = weight
 

@@ -76,7 +76,8 @@ class CutBlock:
         """
         while self._parameters:
             parameter, cut, dim = self._parameters[-1]
-            parameter.data = whole(cut, parameter.data, dim)
+            with torch.inference_mode(mode=False):
+                parameter.data = whole(cut, parameter.data, dim)
             self._parameters.pop()
         self._hooks.close()
 

@@ -103,10 +103,11 @@ class PackedBlock:
     def own_copies(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in `buffer` [bytes] in memory of their own; tied ones share it as before."""
         copies: dict[int, Tensor] = {}
-        for each in self.tensors:
-            if each.offset not in copies:
-                copies[each.offset] = buffer.narrow(0, each.offset, each.num_bytes).clone()
-        return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
+        with torch.inference_mode(mode=False):  # whose tensors autograd refuses for good
+            for each in self.tensors:
+                if each.offset not in copies:
+                    copies[each.offset] = buffer.narrow(0, each.offset, each.num_bytes).clone()
+            return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
 
     def point_to(self, tensors: Sequence[Tensor]) -> None:
         """Make the parameters and buffers use the memory of `tensors`, of any shape, each that of its own."""
