@@ -275,6 +275,10 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         model = self._state.model
         return {*super().__dir__(), *(model.methods if model else ())}
 
+    def __reduce__(self) -> str:
+        """Raise TypeError: a copy would have the same ranks, which one of the two would end for the other."""
+        return self._state.__reduce__()
+
     def __repr__(self) -> str:
         state = self._state
         if state.executor is None or state.model is None:

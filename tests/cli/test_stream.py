@@ -247,6 +247,22 @@ def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypat
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
+def test_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would start all workers."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    journal = one_block(tmp_path / "a.jsonl", "embedded-face")
+    for verb, *words in (
+        ("stream", "--model", "none", "-o", tmp_path / "a.mp4"),
+        ("stream", "--input", "none", "-o", tmp_path / "a.mp4"),
+        ("replay", journal),
+        ("fifo", "a fox", "--model", "none", "-o", tmp_path / "a.mp4"),
+    ):
+        result = CliRunner().invoke(app, [verb, *map(str, words)])
+        assert result.exit_code == 2
+        assert f"{verb} starts its own workers: start it without torchrun" in result.stderr
+
+
 def test_the_limits_of_flags_are_those_of_streams() -> None:
     assert FPS == (config.LEAST_FPS, config.MOST_FPS)
 
