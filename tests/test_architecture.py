@@ -32,7 +32,7 @@ LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
 # import goes up: a plan parses the text of its strategy when it is made, and only strategies can parse theirs.
 ONLY = {
     "plan": {"errors"},
-    "plan.plan": {"errors", "plan.mesh", "plan.scalars", "strategies"},
+    "plan.plan": {"errors", "plan.mesh", "plan.names_elsewhere", "plan.scalars", "strategies"},
     "launch": {"errors", "plan.scalars"},
     "comm": {"errors", "plan.mesh", "launch.message_seal"},
     "comm.kernels": {"launch.accelerators"},

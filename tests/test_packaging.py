@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parent.parent
@@ -64,7 +65,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
-        needs = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []
+        facts = Parser().parsestr(archive.read(metadata).decode())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
     plan = "patchpar/shard/transformer/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
@@ -75,7 +76,9 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert "patchpar/assets/face-stream/speech.wav" in names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pyc"))]
     assert wheel.stat().st_size < 48 * 2**20
-    assert_a_plain_install_has_what_is_imported([Requirement(need) for need in needs])
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert [facts["Author"], facts["Version"]] == [citation["authors"][0]["name"], citation["version"]]
+    assert_a_plain_install_has_what_is_imported([Requirement(need) for need in facts.get_all("Requires-Dist") or []])
 
 
 def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> None:

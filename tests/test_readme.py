@@ -134,7 +134,10 @@ def test_plans_beside_the_flags_of_others_parse() -> None:
     page = (REPOSITORY / "docs" / "comparison.md").read_text()
     table = page.partition("## From flags of")[2].partition("\n## ")[0]
     plans = re.findall(r"`((?:data|cfg|stage|patch|tensor)=[^`]+)`", table)
-    assert sorted(Plan.parse(plan).world_size for plan in plans) == [2, 2, 2, 4, 4, 4, 4, 4]
+    found = [Plan.parse(plan) for plan in plans]
+    assert sorted(plan.world_size for plan in found) == [2] * 3 + [4] * 21
+    modes = {plan.strategy.group_norm for plan in found if plan.strategy.name == "displaced"}
+    assert modes == {"corrected", "stale", "separate", "sync"}, "those of DistriFusion's code"
 
 
 def test_there_are_command_lines_to_parse() -> None:

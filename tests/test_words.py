@@ -61,6 +61,15 @@ ALLOWED = (
 CODE = re.compile(
     r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|\{[^}\n]*\}|^[ -]*[^:\n]*: [\w/-]+\.md$", re.MULTILINE | re.DOTALL
 )
+SEARCHED = (
+    *("multi-GPU", "multi-node", "torchrun", "accelerate launch", "Slurm", "Docker", "Kubernetes", "NVLink"),
+    *(f"{kind} parallelism" for kind in ("sequence", "context", "data", "tensor", "pipeline", "patch")),
+    *("latency", "throughput", "quantization", "out of memory", "VRAM", "FSDP", "offloading", "device_map"),
+    *("xDiT", "DistriFusion", "PipeFusion", "Ulysses", "ring attention", "AsyncDiff", "TeaCache"),
+    *("use_cfg_parallel", "ulysses_degree", "ring_degree", "pipefusion_parallel_degree", "data_parallel_degree"),
+    *("use_parallel_vae", "warmup_steps", "split_scheme", "sync_mode", "no_split_batch", "split_between_processes"),
+)
+"""What people with GPUs search for."""
 VERBS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
@@ -88,6 +97,13 @@ def refused(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
     assert refused(prose(page)) == []
+
+
+def test_words_that_people_search_for_are_on_a_page() -> None:
+    """On one that says how to do something: not in the changelog, a table of figures or a decision."""
+    pages = [page for page in PAGES if not {"figures", "decisions"} & set(page.parts) and page.stem != "CHANGELOG"]
+    text = "\n".join(page.read_text() for page in pages).lower()
+    assert [word for word in SEARCHED if word.lower() not in text] == []
 
 
 def prose_of_code(source: str) -> Iterator[str]:

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
 from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
+from patchpar.stream.messages import StreamRun
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks
 from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening
@@ -95,19 +97,26 @@ def held_out_talk(number: int, seconds: float) -> Talk:
 
 
 @torch.no_grad()
-def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
-    """The frames (F, H, W, 3) uint8 of a talk, by one process, with the audio of these levels; whole blocks only."""
+def stream_of(avatar: Avatar, talk: Talk) -> WanStream:
+    """The model of a talk's stream, which begins with its face and its prompt."""
     decoder = WanDecoder(avatar.vae)
     sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
-    options = WanStreamOptions(
-        height=sink.shape[3],
-        width=sink.shape[4],
+    run = StreamRun(
+        ranks=1,
         seed=talk.seed,
-        text=avatar.text(prompt_of(talk.mood)),
-        sink=sink,
+        rows=sink.shape[3],
+        columns=sink.shape[4],
+        first_block=0,
         adapt_sink=STREAM.adapt_sink,
     )
-    stream = WanStream(avatar.causal, SCHEDULE, decoder, options)
+    first = StepConditions(text=avatar.text(prompt_of(talk.mood)), sink=sink)
+    return WanStream(avatar.causal, SCHEDULE, decoder, run, first)
+
+
+@torch.no_grad()
+def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
+    """The frames (F, H, W, 3) uint8 of a talk, by one process, with the audio of these levels; whole blocks only."""
+    stream = stream_of(avatar, talk)
     states, memory, made = [stream.new_state(step) for step in range(stream.steps)], stream.new_decoder(), []
     for block in range(len(levels_PC) // OPTIONS.frames):
         latents = range(block * OPTIONS.frames, (block + 1) * OPTIONS.frames)

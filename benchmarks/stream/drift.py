@@ -13,10 +13,8 @@ import numpy as np
 import torch
 
 from patchpar.stream.audio.conditioner import latent_tokens
-from patchpar.stream.causal.decoder import WanDecoder, from_pixels
-from patchpar.stream.causal.wan import StepState, WanStream, WanStreamOptions
-from training.evaluate_face import Avatar, Talk, held_out_talk, packaged_avatar
-from training.face_data import SCHEDULE, prompt_of
+from patchpar.stream.causal.wan import StepState
+from training.evaluate_face import Avatar, Talk, held_out_talk, packaged_avatar, stream_of
 from training.face_measure import identity_error
 
 SPEECH_SECONDS = 6.0
@@ -45,12 +43,8 @@ def drift(model: Path, talk: Talk, blocks: int, looks: int, *, has_sink: bool) -
 @torch.no_grad()
 def _frames(avatar: Avatar, talk: Talk, blocks: int, *, has_sink: bool) -> Iterator[np.ndarray]:
     """Frames (F, H, W, 3) in uint8, block by block."""
-    decoder, causal = WanDecoder(avatar.vae), avatar.causal
+    causal, stream = avatar.causal, stream_of(avatar, talk)
     assert causal.audio is not None, "a face that talks hears"
-    sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
-    size = {"height": sink.shape[3], "width": sink.shape[4]}
-    options = WanStreamOptions(**size, seed=talk.seed, text=avatar.text(prompt_of(talk.mood)), sink=sink)
-    stream = WanStream(causal, SCHEDULE, decoder, options)
     states, memory = [stream.new_state(step) for step in range(stream.steps)], stream.new_decoder()
     per_block, config = causal.options.frames, causal.audio.config
     levels_PC = talk.levels

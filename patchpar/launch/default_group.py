@@ -7,8 +7,11 @@ import importlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 TCP = "tcp://"
 LEAST_SECONDS = 0.01  # of a wait: 0 may mean no limit
+ANSWER_SECONDS = 2.0  # beyond the deadline, within which torch itself gives up what does not connect
+OTHER_PORT = "Choose another one, on all machines (--master-port, or MASTER_PORT)"
 _STORES: dict[tuple[int | str | None, ...], Store] = {}
 """torchrun's, by rank and job. They are kept: where torchrun has none, rank 0's process has the one of all ranks."""
 log = logging.getLogger(__name__)
@@ -185,21 +190,55 @@ def _store_of_torchrun(own: GroupRank) -> Store:
     Under a prefix that is new to all ranks: torchrun's store keeps what a group that has ended wrote there, such as the
     addresses of its ranks, and ranks of another one would connect to these.
     """
-    from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # they are documented
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # it is documented
 
-    timeout = timedelta(seconds=own.deadline)
     job = (own.rank, *(os.environ.get(name) for name in JOB))
     try:
         if job not in _STORES:
-            _STORES[job], _, _ = next(rendezvous("env://", own.rank, own.world_size, timeout=timeout))
+            _STORES[job] = _opened_store(own)
         store = _STORES[job]
         number = store.add(f"patchpar groups of rank {own.rank}", 1)  # all ranks have formed as many
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, FutureTimeout) as error:
         raise LaunchError(
-            f"rank {own.rank} cannot reach torchrun's store within {own.deadline:g} s: {error}"
+            f"rank {own.rank} cannot reach torchrun's store within {own.deadline:g} s: {_why_no_store(error)}"
         ) from error
-    store.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=own.deadline))
     return PrefixStore(f"patchpar group {number}", store)
+
+
+def _opened_store(own: GroupRank) -> Store:
+    """Return the store that the environment names. Raises FutureTimeout, and RuntimeError and ValueError of torch.
+
+    In a thread, since torch waits without a limit for an answer of what has accepted its connection.
+    """
+    from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
+
+    opened: Future[Store] = Future()
+
+    def open_it() -> None:
+        try:
+            found = rendezvous("env://", own.rank, own.world_size, timeout=timedelta(seconds=own.deadline))
+            opened.set_result(next(found)[0])
+        except Exception as error:  # noqa: BLE001  raised by `result`
+            opened.set_exception(error)
+
+    threading.Thread(target=open_it, name="patchpar-store", daemon=True).start()
+    return opened.result(own.deadline + ANSWER_SECONDS)
+
+
+def _why_no_store(error: Exception) -> str:
+    """Return why the store that the environment names cannot be reached, as far as that can be told."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as unknown:
+        if unknown.errno == socket.EAI_NONAME and host:
+            return f"MASTER_ADDR={host} is no name of a machine that this one knows"
+    if isinstance(error, FutureTimeout):
+        return f"what listens at {host}:{port} does not answer: is it another program? {OTHER_PORT}"
+    if "EADDRINUSE" in str(error):
+        return f"another program has port {port}: {OTHER_PORT}"
+    return str(error)
 
 
 def _form_for_process(backend: str, store: Store, own: GroupRank) -> None:

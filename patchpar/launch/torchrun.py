@@ -260,7 +260,7 @@ def _step_lost(method: str, failures: Sequence[RemoteError | None], points: Sequ
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """Return rank and world size. Raises LaunchError outside torchrun."""
+    """Return rank and world size. Raises LaunchError outside torchrun, and for a rank beyond the world size."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -268,7 +268,10 @@ def _rank_and_world_size() -> tuple[int, int]:
     world_size = torchrun_world()
     if world_size is None:
         raise LaunchError(f"this process was not started by torchrun: {', '.join(RANK_VARIABLES)} are not set")
-    return int(os.environ["RANK"]), world_size
+    rank = int(os.environ["RANK"])
+    if rank >= world_size:
+        raise LaunchError(f"RANK={rank} and WORLD_SIZE={world_size}: ranks go from 0 to WORLD_SIZE - 1, of all nodes")
+    return rank, world_size
 
 
 def _is_refusal(failure: RemoteError) -> bool:

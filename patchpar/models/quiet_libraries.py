@@ -1,11 +1,15 @@
 """Suppression of repeated messages of libraries, which every rank would print."""
 
+import importlib
 import logging
+import threading
 
 from patchpar.launch.devices import resolve_devices
 from patchpar.launch.torchrun import torchrun_world
 from patchpar.plan.plan import Plan
 
+IMAGE_PROCESSORS = "transformers.utils.import_utils"
+"""The logger that says, of each image processor that is imported, that there is no torchvision."""
 EMPTY_LIST = "should be kept in float32: []"
 """End of a diffusers warning with an empty list of modules, printed with every encoded image."""
 
@@ -36,8 +40,22 @@ def silence_command(devices: object, plan: Plan | str = "auto") -> None:
         silence_libraries()
 
 
+def import_quietly(module: str) -> None:
+    """Import a module of diffusers in the user's process, without warnings of image processors from this thread."""
+    logger, thread = logging.getLogger(IMAGE_PROCESSORS), threading.get_ident()
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_others)
+    try:
+        importlib.import_module(module)
+    finally:
+        logger.removeFilter(is_of_others)
+
+
 def _silence_loggers() -> None:
-    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+    logging.getLogger(IMAGE_PROCESSORS).setLevel(logging.ERROR)
     logging.getLogger("diffusers.models.modeling_utils").addFilter(_is_informative)
 
 

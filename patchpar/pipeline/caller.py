@@ -1,6 +1,5 @@
 """The caller's side of one call: its options, events and callback while it runs, and its output."""
 
-import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Any, TypeVar
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import from_safetensors
+from patchpar.models.quiet_libraries import import_quietly
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.caller_random import caller_random_state, sampled_seed
@@ -213,7 +213,7 @@ class CallController:
 
     def _prepare_for_output(self) -> None:
         """Import the module of the output's class while the ranks work, not after the output has arrived."""
-        self._import = threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True)
+        self._import = threading.Thread(target=import_quietly, args=(self._output_module,), daemon=True)
         self._import.start()
 
     def on_ask(self, question: Any) -> Any:

@@ -86,7 +86,8 @@ class PipelineJob:
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, `timeout` seconds at most; return whether it has."""
+        """Wait until it has ended, `timeout` seconds at most; return if it has. Raises LaunchError in a callback."""
+        self._state.refuse_to_wait(timeout, is_over=self.is_over)
         return bool(concurrent.futures.wait([self._future], timeout).done)
 
     def result(self, timeout: float | None = None) -> Any:
@@ -101,8 +102,7 @@ class PipelineJob:
     def cancel(self) -> None:
         """End it: at once while it waits for its ranks, else before its next call of a denoiser. Returns at once."""
         self._is_cancelled = True
-        if self._state.executor is not None:
-            self._state.executor.wake()
+        self._state.wake()
 
     def suspend(self, timeout: float | None = None) -> SuspendedCall | None:
         """End it before its next call of a denoiser, so that it can go on later: `submit(resume=...)`.
@@ -111,9 +111,9 @@ class PipelineJob:
         CallSuspended afterwards. Raises TimeoutError after `timeout` seconds, in which the ranks have not come to a
         denoiser call (ask again); CallCancelled; and what a call of the pipeline raises.
         """
+        self._state.refuse_to_wait(timeout, is_over=self.is_over)
         self._is_to_suspend = True
-        if self._state.executor is not None:
-            self._state.executor.wake()
+        self._state.wake()
         if not self.wait(timeout):
             raise TimeoutError(f"the job has not come to a denoiser call within {timeout:g} s: call suspend() again")
         if self._suspended is None:

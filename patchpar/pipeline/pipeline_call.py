@@ -22,6 +22,7 @@ from patchpar.pipeline.call_recorder import CallRecorder
 from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latents_to_show
 from patchpar.pipeline.decoded_preview import PreviewDecoder
 from patchpar.pipeline.device_arguments import with_embeddings_on
+from patchpar.pipeline.empty_schedule import empty_schedules_refused
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -91,6 +92,7 @@ class PipelineCall:
             if self.options.quiet or not self.context.is_first:
                 stack.enter_context(_no_progress_bar(self.pipe))
             stack.enter_context(_caches_reset_after_failure(self.pipe))
+            stack.enter_context(empty_schedules_refused(self.pipe, arguments))
             return self.pipe(**arguments)
 
     def _aside(self) -> AbstractContextManager[None]:

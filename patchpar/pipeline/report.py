@@ -112,10 +112,10 @@ class Run:
         return "" if self.forecast is None else f" ({self.forecast:.1f} s predicted)"
 
     def _steps_taken(self) -> str:
-        exact = self.exact_steps
+        exact, steps = self.exact_steps, "1 step" if self.steps == 1 else f"{self.steps} steps"
         if exact is None:
-            return f"{self.steps} steps"
-        return f"{self.steps} steps, {'all' if exact == self.steps else exact} exact,"
+            return steps
+        return f"{steps}, {'all' if exact == self.steps else exact} exact,"
 
     def _cost(self) -> str:
         """Return traffic, waiting time and memory, each of the rank with the largest value."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from patchpar.errors import PlanError
+from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.executor import Executor
 from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.worker_executor import WorkerExecutor
@@ -127,6 +127,22 @@ class PipelineState:
         finally:
             self._here.caller = before
             self._in_calls.discard(caller)
+
+    def refuse_to_wait(self, timeout: float | None, *, is_over: bool) -> None:
+        """Raise LaunchError if this thread makes a call: a job may need its ranks, or be that call.
+
+        Not for a job that is over, nor with a `timeout` of 0 seconds, which only looks.
+        """
+        if self.caller is not None and not is_over and timeout != 0:
+            raise LaunchError(
+                "a function that is called during a call, such as a callback, cannot wait for a job, which may need "
+                "the ranks of this call: do so when the current call has returned"
+            )
+
+    def wake(self) -> None:
+        """Let calls that wait for ranks see whether they are cancelled."""
+        if self.executor is not None:
+            self.executor.wake()
 
     def follow(self, is_queued: threading.Event) -> threading.Event:
         """Return the event of the last call that was submitted, and keep that of this one."""

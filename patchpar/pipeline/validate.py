@@ -102,9 +102,9 @@ def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> Non
     words = unknown_words(text, model.known_words)
     if words:
         log.warning(
-            "the embedded model does not know %s: it has learnt %d words, see docs/embedded-model.md",
+            "the embedded model does not know %s: the words that it has learnt are %s",
             ", ".join(map(repr, words)),
-            len(model.known_words),
+            ", ".join(sorted(model.known_words)),
         )
 
 

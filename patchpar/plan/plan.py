@@ -20,6 +20,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Mesh
+from patchpar.plan.names_elsewhere import advice
 from patchpar.plan.scalars import is_whole, make_plain, plain
 
 AXIS_MEANINGS = {
@@ -254,10 +255,12 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
         elif equals:
             raise PlanError(
                 f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split, weights, resident, "
-                "ratio, encoders or strategy; options of a strategy come after it"
+                f"ratio, encoders or strategy; options of a strategy come after it{advice(name)}"
             )
         else:
-            raise PlanError(f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2")
+            raise PlanError(
+                f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2{advice(part)}"
+            )
     if strategy is not None:
         yield "strategy", strategy
 

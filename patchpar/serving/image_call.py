@@ -10,6 +10,8 @@ from patchpar.errors import PlanError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.plan import Plan
+from patchpar.serving.image_encoding import MOST_SIDE
+from patchpar.serving.image_request import OutputFormat
 from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.rank_pool import RankPool
@@ -105,6 +107,7 @@ class CallRules:
         if size is None:
             raise RequestError("this model has no size of its own: give size", param="size", code="invalid_size")
         self._check_size(size[1], size[0], is_given=bool(sides) or not uploads.images)
+        _check_format(size[1], size[0], getattr(request, "output_format", None) or "png")
         plan = self._plan(request)
         self._check(arguments, self.served.plan if plan is None else plan)
         decodes = getattr(request, "previews", None) == "vae"
@@ -258,6 +261,16 @@ class CallRules:
                 check_plan_for(self.model, plan, arguments, self.served.devices)
         except PlanError as error:
             raise RequestError(str(error)) from None
+
+
+def _check_format(width: int, height: int, output_format: OutputFormat) -> None:
+    """Raise RequestError for an image that could be made, and not be written in its format."""
+    if output_format in MOST_SIDE and max(width, height) > (most := MOST_SIDE[output_format]):
+        raise RequestError(
+            f"size {width}x{height}: {output_format.upper()} has at most {most} pixels a side: use png, or less",
+            param="size",
+            code="invalid_size",
+        )
 
 
 def _check_most(name: str, value: int, most: int) -> None:

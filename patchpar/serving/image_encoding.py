@@ -2,12 +2,15 @@
 
 import base64
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from patchpar.serving.image_request import OutputFormat
 
 DEFAULT_COMPRESSION = 100
 """OpenAI's default: the best quality of JPEG and WebP."""
+MOST_SIDE: Mapping[OutputFormat, int] = {"jpeg": 65500, "webp": 16383}
+"""Pixels of the longest side that libjpeg and libwebp write."""
 
 
 def encode_image(image: Any, output_format: OutputFormat, compression: int | None) -> str:

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.plan.names_elsewhere import advice
 
 GROUP = "patchpar.strategies"
 
@@ -97,7 +98,7 @@ def _class_of(name: str) -> Any:
         return found
     entry = installed().get(name)
     if entry is None:
-        raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(_names())}")
+        raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(_names())}{advice(name)}")
     from patchpar.strategies.strategy import PatchStrategy
 
     try:

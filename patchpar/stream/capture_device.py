@@ -47,32 +47,29 @@ class CaptureDevice:
         """Yield samples [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
         import av
 
-        with self._opened() as container:
-            if not container.streams.audio:
-                raise PlanError(f"{self.name} ({self}) has no audio")
-            resampler = av.AudioResampler(format="fltp")
-            for frame in self._decoded(container, audio=0):
-                for part in resampler.resample(frame):
-                    yield torch.from_numpy(part.to_ndarray()), part.sample_rate
-        raise PlanError(f"{self.name} has stopped")
+        resampler = av.AudioResampler(format="fltp")
+        for frame in self._frames("audio", "audio"):
+            for part in resampler.resample(frame):
+                yield torch.from_numpy(part.to_ndarray()), part.sample_rate
 
     def images(self) -> Iterator[Any]:
         """Yield its frames as PIL images as they come. Raises PlanError."""
-        with self._opened() as container:
-            if not container.streams.video:
-                raise PlanError(f"{self.name} ({self}) has no images")
-            for frame in self._decoded(container, video=0):
-                check_pixels(frame.width, frame.height, f"a frame of {self.name}")
-                yield frame.to_image()
-        raise PlanError(f"{self.name} has stopped")
+        for frame in self._frames("video", "images"):
+            check_pixels(frame.width, frame.height, f"a frame of {self.name}")
+            yield frame.to_image()
 
-    def _decoded(self, container: Any, **streams: int) -> Iterator[Any]:
+    def _frames(self, kind: str, what: str) -> Iterator[Any]:
+        """Decode its first track of a kind, without end. Raises PlanError; `what`: that it may lack."""
         import av
 
-        try:
-            yield from container.decode(**streams)
-        except av.FFmpegError as error:
-            raise PlanError(f"{self.name} has stopped: {error.strerror}") from error
+        with self._opened() as container:
+            if not getattr(container.streams, kind):
+                raise PlanError(f"{self.name} ({self}) has no {what}")
+            try:
+                yield from container.decode(**{kind: 0})
+            except av.FFmpegError as error:
+                raise PlanError(f"{self.name} has stopped: {error.strerror}") from error
+        raise PlanError(f"{self.name} has stopped")
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

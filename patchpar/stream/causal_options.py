@@ -19,10 +19,10 @@ class CausalOptions:
     `frames`: latent frames per block. `window`: blocks that a block attends to, itself included. `sink_distance`:
     position of the sink in latent frames after the block's first one; negative for before. `positions`: the window
     stores rotated keys ("abs"), or keys are rotated at each read ("relative"), see `causal.attention_passes`. `sinks`:
-    blocks of the window that are the stream's first ones for good, see `causal.kv_window`. `history`: each step attends
+    blocks of the window that are the stream's first ones for good, see `KVWindow` there. `history`: each step attends
     to earlier blocks at its own noise level ("noisy"), or all steps attend to finished blocks, whose keys and values
-    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history` and
-    `causal.recomputed_history`; as the model was trained.
+    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history`; as the model
+    was trained.
     """
 
     frames: int = 3

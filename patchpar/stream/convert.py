@@ -19,13 +19,11 @@ from patchpar.models.speech.parts import SpeechParts
 from patchpar.stream.causal.checkpoint import transformer_of
 from patchpar.stream.causal.lora import LoraFile, merge_lora
 from patchpar.stream.causal.model_folder import LOADED_BY_US
-from patchpar.stream.causal.original_names import as_diffusers
 from patchpar.stream.config import CONFIG, StreamConfig
 from patchpar.stream.families import StreamFamily, family_of
-from patchpar.stream.hub import local_folder
-from patchpar.stream.model_index import HIGH_NOISE
+from patchpar.stream.model_index import HIGH_NOISE, local_folder
 from patchpar.stream.speech_checkpoint import copy_wav2vec2, speech_parts, split_speech, wav2vec2_of
-from patchpar.stream.weight_files import entry_of, read_entries, tensors_of
+from patchpar.stream.weight_files import as_diffusers, entry_of, read_entries, tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,22 +12,23 @@ from patchpar.stream.flow_schedule import FlowSchedule
 class StreamFamily:
     """What is known of the checkpoints of one paper.
 
-    `weights`: names under which they may have the transformer, best first. `base`: the model of the other components,
-    on the hub. `stream`: fields of stream.json; None for models of short clips, which FifoStreamingPipeline takes.
-    `source`: the paper. `hears_speech`: they have the parts of Wan-S2V, and wav2vec2 beside them. `lora_alpha`:
-    of their LoRA, whose file does not have it.
+    `weights`: names under which they may have the transformer, best first; empty where they have nothing else. `base`:
+    the model of the other components, on the hub. `stream`: fields of stream.json; None for models of short clips,
+    which FifoStreamingPipeline takes. `source`: the paper. `hears_speech`: they have the parts of Wan-S2V, and wav2vec2
+    beside them. `lora_alpha`: of their LoRA, whose file does not have it.
     """
 
-    weights: tuple[str, ...]
     base: str
     stream: Mapping[str, Any] | None
     source: str
+    weights: tuple[str, ...] = ()
     hears_speech: bool = False
     lora_alpha: float | None = None
 
 
 WAN_1_3B, WAN_14B = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 DISTILLED = {"fps": 16, "height": 480, "width": 832, "sampler": "renoise", "adapt_sink": False}
+CLEAN_WINDOW = {"frames": 3, "window": 7, "history": "clean"}
 SPEECH = "casual_audio_encoder.weights"
 """A name that only checkpoints of Wan-S2V have."""
 FOUR_STEPS = FlowSchedule.shifted(4, shift=5.0).sigmas
@@ -37,21 +38,16 @@ FAMILIES: Mapping[str, StreamFamily] = {
     "self-forcing": StreamFamily(
         weights=("generator_ema", "generator"),
         base=WAN_1_3B,
-        stream={**DISTILLED, "sigmas": FOUR_STEPS, "blocks": {"frames": 3, "window": 7, "history": "clean"}},
+        stream={**DISTILLED, "sigmas": FOUR_STEPS, "blocks": CLEAN_WINDOW},
         source="Self-Forcing, arXiv:2506.08009",
     ),
     "causvid": StreamFamily(
         weights=("generator",),
         base=WAN_1_3B,
-        stream={
-            **DISTILLED,
-            "sigmas": (1.0, 0.757, 0.522, 0.0),
-            "blocks": {"frames": 3, "window": 7, "history": "clean"},
-        },
+        stream={**DISTILLED, "sigmas": (1.0, 0.757, 0.522, 0.0), "blocks": CLEAN_WINDOW},
         source="CausVid, arXiv:2412.07772",
     ),
     "krea": StreamFamily(
-        weights=(),
         base=WAN_14B,
         stream={**DISTILLED, "sigmas": FOUR_STEPS, "blocks": {"frames": 3, "window": 2, "history": "recompute"}},
         source="Krea Realtime 14B, github.com/krea-ai/realtime-video",
@@ -77,7 +73,6 @@ FAMILIES: Mapping[str, StreamFamily] = {
         source="StreamDiffusionV2, arXiv:2511.07399",
     ),
     "live-avatar": StreamFamily(
-        weights=(),
         base=WAN_14B,
         stream={
             "fps": 25,
@@ -90,7 +85,7 @@ FAMILIES: Mapping[str, StreamFamily] = {
         hears_speech=True,
         lora_alpha=64,
     ),
-    "wan": StreamFamily(weights=(), base=WAN_1_3B, stream=None, source="Wan, arXiv:2503.20314"),
+    "wan": StreamFamily(base=WAN_1_3B, stream=None, source="Wan, arXiv:2503.20314"),
 }
 
 

@@ -129,7 +129,8 @@ class StreamPlan:
         raise PlanError(f"rank {rank} is not in this plan: it has ranks 0 to {self.ranks - 1}")
 
     def __str__(self) -> str:
-        return f"{self.steps} steps on {self.ranks} ranks ({'; '.join(map(str, self.stages))})"
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        return f"{self.steps} steps on {ranks} ({'; '.join(map(str, self.stages))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Base classes of the runners of all streams: a rank's device, its transport, and its part of a plan."""
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.device_links import DeviceLinks, drop_links, form_links
-from patchpar.comm.transport import Transport, connect, extend, watched
+from patchpar.comm.transport import connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.shard.host_memory import to_device, to_host
@@ -88,21 +88,9 @@ class RankRunner:
     def __init__(self, context: InteractiveRankContext) -> None:
         self._context = context
         self._device = torch.device(context.device)
-        self._transport: Transport | None = None
         self._pipe: Any = None
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that log
             silence_libraries()
-
-    def _unconnected(self) -> Transport | None:
-        """The transport to the other ranks, made once, without an exchange; None on a single rank."""
-        if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._context, through=THROUGH, ranks=())
-        return self._transport
-
-    def _reach(self, ranks: Collection[int]) -> None:
-        """Connect with those of `ranks` to which there is no connection yet, or none any more. Collective of them."""
-        if self._transport is not None:
-            extend(watched(self._transport, self._context), self._context, ranks)
 
 
 class StageRunner(RankRunner):
@@ -121,10 +109,9 @@ class StageRunner(RankRunner):
         PlanError.
         """
         self._config, self._plan = config, plan
-        transport = self._unconnected()
-        if transport is not None and self._comm is None:
-            self._comm = Communicator(transport, self._context.beat, self._context.seal)
-        rank = self._context.rank
+        context, rank = self._context, self._context.rank
+        if context.world_size > 1 and self._comm is None:
+            self._comm = Communicator(connect(context, through=THROUGH, ranks=()), context.beat, context.seal)
         if rank >= plan.ranks:
             return IdleRank()
         facts = self._load_stage(Path(folder), plan.stages[plan.stage_of(rank)], options)
@@ -134,10 +121,10 @@ class StageRunner(RankRunner):
         """Run this rank's stage until the stream ends. Raises ExchangeError if another rank is late or has died."""
         if self._context.rank >= self._plan.ranks:
             return IdleRank()
-        ranks = range(self._plan.ranks)
-        self._reach(ranks)
         if self._comm is None:
             return self._run_stage(run)
+        ranks = range(self._plan.ranks)
+        extend(watched(self._comm.transport, self._context), self._context, ranks)  # those not, or no longer, connected
         form_links(self._comm, ranks, self._links())
         try:
             return self._run_stage(run)

@@ -1,7 +1,17 @@
-"""`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has."""
+"""`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has.
+
+What each stage keeps of its blocks, and what they send one another:
+
+    need          stage k+1 -> k     the next block that it takes, and whether its state is lost
+    conditions    stage k -> k+1     if that is so: prompt, sink and so on, as they were after the block before
+    blocks        stage k -> k+1     once more, all that it still needs
+
+Only latents have to be kept for it, as many as can be in flight. A stage whose state is lost goes on with an empty
+window from the block that the next stage needs; all others go on as if nothing had happened.
+"""
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
@@ -9,8 +19,42 @@ from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.messages import LostStage, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal
-from patchpar.stream.stage_resume import KeptBlocks, StageNeeds
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, connected, received_object, send_object
+
+KIND = "resume"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptBlock:
+    """A block as it left a stage, or None if that was before the stage began. `conditions`: those after it."""
+
+    block: int
+    envelope: BlockEnvelope | None
+    conditions: Any
+
+
+class KeptBlocks:
+    """The last `count` blocks of a stage."""
+
+    def __init__(self, count: int) -> None:
+        self._kept: deque[KeptBlock] = deque(maxlen=count)
+
+    def add(self, envelope: BlockEnvelope, conditions: Any) -> None:
+        """Keep a block."""
+        self._kept.append(KeptBlock(block=envelope.block, envelope=envelope, conditions=conditions))
+
+    def begin(self, block: int, conditions: Any) -> None:
+        """Forget all, and begin with the state before block `block`."""
+        self._kept.clear()
+        self._kept.append(KeptBlock(block=block - 1, envelope=None, conditions=conditions))
+
+    def since(self, block: int) -> list[BlockEnvelope]:
+        """Return the blocks from number `block` on."""
+        return [kept.envelope for kept in self._kept if kept.envelope is not None and kept.block >= block]
+
+    def before(self, block: int) -> KeptBlock | None:
+        """Return what there is of the block before number `block`."""
+        return next((kept for kept in self._kept if kept.block == block - 1), None)
 
 
 class ResumableStage(StageLoop):
@@ -39,21 +83,20 @@ class ResumableStage(StageLoop):
         share a step, which may be at different layers.
         """
         position, self._stage_io = self._position, stage_io
-        needs = None if self._comm is None else StageNeeds(self._comm)
         is_lost = self._is_new or self._is_half_done or position.is_shared
         need, next_is_lost = first_block, False
-        if needs is not None and position.next is not None:
-            need, next_is_lost = needs.of(position.next)
+        if position.next is not None:
+            need, next_is_lost = received_object(connected(self._comm), KIND, position.next)
         if is_lost:
             self._next = need
-        if needs is not None and position.leads and position.source is not None:
-            needs.report(position.source, self._next, is_lost=is_lost)
+        if position.leads and position.source is not None:
+            send_object(connected(self._comm), KIND, position.source, (self._next, is_lost))
         if is_lost:
-            self._restore(needs)
-        if needs is not None and position.next is not None and next_is_lost and self._next_has_steps:
+            self._restore()
+        if position.next is not None and next_is_lost and self._next_has_steps:
             before = self._kept.before(need)
             assert before is not None, "a stage keeps all blocks that may be in flight"
-            needs.give(position.next, before.conditions)
+            self._give(position.next, before.conditions)
         self._reconnect(is_lost=is_lost)
         self._send_again(need, first_block, next_is_lost=next_is_lost)
 
@@ -61,14 +104,18 @@ class ResumableStage(StageLoop):
     def _next_has_steps(self) -> bool:
         return bool(self._plan.stages[self._position.number + 1].steps)
 
-    def _restore(self, needs: StageNeeds | None) -> None:
+    def _give(self, peer: int, conditions: Any) -> None:
+        """Send conditions to rank `peer`, which has lost them; None if they come with the next block."""
+        send_object(connected(self._comm), KIND, peer, None if conditions is None else conditions.on_host())
+
+    def _restore(self) -> None:
         """Make new states, with the conditions that the stage before gives, or else those of the next order."""
         position, model = self._position, self._model
         steps, given = position.stage.steps, None
-        if needs is not None:
-            given = needs.conditions_of(position.source) if position.source is not None and steps else None
-            for peer in position.peers:
-                needs.give(peer, given)
+        if position.source is not None and steps:
+            given = received_object(connected(self._comm), KIND, position.source)
+        for peer in position.peers:
+            self._give(peer, given)
         self._states = [model.new_state(step) if given is None else model.restored(step, given) for step in steps]
         self._decoder = model.new_decoder() if position.decodes else None
         self._kept.begin(self._next, given)

@@ -14,13 +14,13 @@ from patchpar.models.speech.config import AFTER, SpeechConfig
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.json_files import read_object
 from patchpar.stream.causal.checkpoint import check_weights
-from patchpar.stream.causal.original_names import without_prefix
+from patchpar.stream.families import SPEECH
+from patchpar.stream.weight_files import without_prefix
 
 PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
 WAV2VEC2 = "wav2vec2-large-xlsr-53-english"
 """The folder beside the published weights."""
 WANTED = ("config.json", "model.safetensors", "preprocessor_config.json")
-HEARD = "casual_audio_encoder.weights"
 FIRST = "casual_audio_encoder.encoder.conv1_local.conv.weight"
 POSE = "cond_encoder.weight"
 TRAINED: Mapping[str, Any] = {
@@ -53,7 +53,7 @@ def speech_parts(
     UnsupportedModel for weights that do not fit or are not there.
     """
     facts, net = _facts(checkpoint), transformer.config
-    absent = sorted({HEARD, FIRST, POSE} - weights.keys())
+    absent = sorted({SPEECH, FIRST, POSE} - weights.keys())
     if absent:
         raise UnsupportedModel(f"these weights are not those of Wan-S2V: missing: {', '.join(absent)}")
     for name in (FIRST, POSE):
@@ -67,7 +67,7 @@ def speech_parts(
         dim=dim,
         heads=net.num_attention_heads,
         after=tuple(after),
-        layers=weights[HEARD].numel(),
+        layers=weights[SPEECH].numel(),
         features=weights[FIRST].shape[-2],
         tokens=max(1, len(weights[FIRST]) // (dim // 4)),
         channels=weights[POSE].shape[1],

@@ -12,6 +12,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
 from patchpar.stream.messages import LostStage
 
-HEADER = TensorSpec((4,), torch.int64)
+HEADER, SIZE = TensorSpec((4,), torch.int64), TensorSpec((1,), torch.int64)
 WHERE = "stream"
 HELD = 2
 """Blocks whose sends are in flight; one more waits for the oldest."""
@@ -81,6 +82,19 @@ def receive_in_host(comm: Communicator, kind: str, peer: int, spec: TensorSpec) 
     return comm.host.send_recv(kind, WHERE, [], [Incoming(peer, (spec,), into)])
 
 
+def send_object(comm: Communicator, kind: str, peer: int, value: Any) -> None:
+    """Send what `pack` takes to rank `peer`, through the host. Raises ExchangeError."""
+    packed = pack(value)
+    for x in (torch.tensor([packed.numel()]), packed):
+        send_in_host(comm, kind, [peer], x).wait()
+
+
+def received_object(comm: Communicator, kind: str, peer: int) -> Any:
+    """Return what `send_object` sends on rank `peer`. Raises ExchangeError."""
+    (size,) = receive_in_host(comm, kind, peer, SIZE).wait_for(0)[0].tolist()
+    return unpack(receive_in_host(comm, kind, peer, TensorSpec((size,), torch.uint8)).wait_for(0)[0])
+
+
 class OutgoingMessages:
     """This rank's sends, kept until they are complete; those of at most HELD blocks are in flight."""
 
@@ -99,12 +113,12 @@ class OutgoingMessages:
                 message.wait()
 
 
-class Downstream:
+class Downstream(OutgoingMessages):
     """Sends to the next stage, or to the other ranks of this stage, on global ranks `peers`."""
 
     def __init__(self, comm: Communicator, peers: Sequence[int]) -> None:
+        super().__init__()
         self._comm, self._peers = comm, tuple(peers)
-        self._leaving = OutgoingMessages()
 
     def send(self, envelope: BlockEnvelope) -> None:
         """Start a send; waits only if the receiver is more than HELD blocks late. Raises ExchangeError."""
@@ -118,11 +132,7 @@ class Downstream:
             messages.append(comm.send("payload", WHERE, peers, [x.contiguous() for x in envelope.payload]))
         if packed.numel():
             messages.append(send_in_host(comm, "event", peers, packed))
-        self._leaving.add(*messages)
-
-    def settle(self) -> None:
-        """Wait until all sends are complete. Raises ExchangeError."""
-        self._leaving.settle()
+        self.add(*messages)
 
 
 class Upstream:

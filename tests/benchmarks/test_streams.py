@@ -19,7 +19,7 @@ from benchmarks.stream.onset import Found, half_open, lag_of
 from benchmarks.stream.viewers import BINARY, Viewed, read_frame
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts
-from patchpar.stream.web.mp4_boxes import Mp4Sample, fragment
+from patchpar.stream.web.mp4_fragments import fragment
 
 
 def record(sizes: list[tuple[int, int]]) -> Record:
@@ -44,8 +44,8 @@ def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
 def test_a_viewer_counts_what_it_has_missed() -> None:
     """Fragments have numbers, also after the viewer has come again; the header of the file is none."""
     found, data = Viewed(name="a"), b""
-    samples = [Mp4Sample(track=1, time=0, duration=1, is_key=True, data=bytes(200)) for _ in range(3)]
-    for payload in (b"....ftyp", *map(fragment, (4, 5, 9), samples)):
+    parts = [fragment(number, bytes(200), track=1, time=0, duration=1, is_key=True) for number in (4, 5, 9)]
+    for payload in (b"....ftyp", *parts):
         data += bytes([0x80 | BINARY, 126]) + len(payload).to_bytes(2, "big") + payload
     file = io.BytesIO(data)
     for _ in range(4):

@@ -114,6 +114,25 @@ def test_what_is_known_is_not_measured_again(bench: Any, tmp_path: Path) -> None
     assert len((tmp_path / "out/records.jsonl").read_text().splitlines()) == 4
 
 
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), SystemExit(143)])
+def test_who_interrupts_it_is_told_that_it_goes_on(
+    ending: BaseException, bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = FakeBenchPipeline.submit
+
+    def interrupted(self: Any, **arguments: Any) -> Any:
+        if arguments["prompt"] == "a house":
+            raise ending
+        return submit(self, **arguments)
+
+    monkeypatch.setattr(FakeBenchPipeline, "submit", interrupted)
+    found = bench("a fox", "a house", "--strategy", "exact")
+    assert found.exit_code != 0
+    assert f"{tmp_path / 'out/records.jsonl'} has 1 image: the same command goes on from there" in found.stderr
+    monkeypatch.setattr(FakeBenchPipeline, "submit", submit)
+    assert "goes on" not in bench("a fox", "a house", "--strategy", "exact").stderr
+
+
 def test_a_plan_that_is_refused_stops_no_other(bench: Any, tmp_path: Path) -> None:
     result = bench("a fox", "a house", "--strategy", "pcpp", "--strategy", "exact")
     assert result.exit_code == 1

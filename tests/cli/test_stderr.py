@@ -61,7 +61,7 @@ def fifo(folder: Path) -> list[object]:
 
 def replay(folder: Path) -> list[object]:
     assert run("stream", stream(folder)).returncode == 0
-    return [folder / "session.jsonl", "--devices", "cpu:2", "--model", folder / "stream"]
+    return [folder / "session.jsonl", "--devices", "cpu", "--model", folder / "stream"]  # in the process of the command
 
 
 def convert(folder: Path) -> list[object]:

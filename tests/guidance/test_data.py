@@ -259,6 +259,47 @@ def test_one_image_for_all_prompts_is_refused(given: Any) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    "name", first_of(["sd_img2img", "sdxl_inpaint", "sd_t2i", "instruct_pix2pix", "svd"], "sd_img2img")
+)
+def test_several_results_of_prompts_with_an_image_each_are_refused(name: str) -> None:
+    """diffusers gives the second result of the first prompt the image of the second prompt."""
+    pipe = tiny.build(name)
+    call = {**pipe.call_kwargs, **two_with_an_image_each(name), IMAGES_OF.get(name, "num_images_per_prompt"): 2}
+    with pytest.raises(PlanError, match=r"2 results for each .*of image in turn"), as_one_call(pipe.pipe, call, 0, 2):
+        pass
+
+
+@pytest.mark.parametrize("name", first_of(["sd_controlnet", "if_img2img", "kandinsky3_img2img"], "sd_controlnet"))
+def test_several_results_of_prompts_where_each_image_is_repeated(name: str) -> None:
+    call = two_with_an_image_each(name) | {"num_images_per_prompt": 2}
+    found, wanted = on_all(name, 2, call)[0], alone(name, call)[0]
+    assert error(torch.as_tensor(found), torch.as_tensor(wanted)) <= 1e-5
+
+
+IMAGES_OF = {"svd": "num_videos_per_prompt"}
+
+
+def two_with_an_image_each(name: str) -> dict[str, Any]:
+    images = [sample_images.scene(), sample_images.scene().transpose(0)]
+    call = {"prompt": PROMPTS[:2], "image": images, "num_inference_steps": 2, "generator": generators(1)[0]}
+    if name == "svd":
+        del call["prompt"]
+    return call | ({"mask_image": [sample_images.mask()] * 2} if "inpaint" in name else {})
+
+
+def test_sizes_of_the_branch_without_text() -> None:
+    """SDXL gives the sizes of both branches to the rows of a batch in turn; from an image, to each branch its own."""
+    sizes = {"negative_original_size": (64, 64), "negative_target_size": (128, 128)}
+    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0], **sizes}
+    pipe = tiny.build("sdxl")
+    refused = pytest.raises(PlanError, match=r"negative_original_size and negative_target_size.*use data=1")
+    with refused, as_one_call(pipe.pipe, pipe.call_kwargs | call, 0, 2):
+        pass
+    call["image"] = [sample_images.scene(), sample_images.scene().transpose(0)]
+    assert error(on_all("sdxl_img2img", 2, call)[0], alone("sdxl_img2img", call)[0]) <= 1e-5
+
+
 @pytest.mark.parametrize("name", ["image", "video", "conditions"])
 def test_what_is_given_to_all_prompts_is_not_divided(name: str) -> None:
     class LTXConditionPipeline: ...

@@ -170,6 +170,36 @@ def test_a_store_that_cannot_be_reached_is_said(monkeypatch):
         default_group.form_group_between_hosts(OWN)
 
 
+@pytest.fixture
+def silent(monkeypatch):
+    """A program that has the port of torchrun's store, and says nothing to whoever connects. Returns the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield port
+
+
+def test_another_program_at_the_port_of_the_store_is_not_waited_for(silent):
+    """torch itself waits without a limit for the first answer of what has accepted its connection."""
+    own = replace(OWN, rank=1, device="cpu", deadline=1.0)
+    with pytest.raises(LaunchError, match=rf"rank 1 .* within 1 s: what listens at 127.0.0.1:{silent} does not answer"):
+        default_group.form_group_between_hosts(own)
+
+
+def test_a_port_that_another_program_has_is_named(silent):
+    with pytest.raises(LaunchError, match=rf"rank 0 .*: another program has port {silent}: .*--master-port"):
+        default_group.form_group_between_hosts(replace(OWN, device="cpu"))
+
+
+def test_a_host_that_nobody_knows_is_named(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    own = replace(OWN, rank=1, device="cpu", deadline=1.0)
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR=nowhere.invalid is no name of a machine"):
+        default_group.form_group_between_hosts(own)
+
+
 def test_a_group_of_the_script_that_needs_a_gpu_each(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")

@@ -235,3 +235,13 @@ def test_outside_torchrun(monkeypatch):
     assert torchrun_world() is None
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert torchrun_world() == 3
+
+
+@pytest.mark.parametrize(("rank", "world"), [("2", "2"), ("0", "0")])
+def test_a_rank_beyond_the_world_is_refused_at_once(rank, world, monkeypatch):
+    """As where WORLD_SIZE is the number of nodes. It would wait for the deadline, and say that rank 0 has not come."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": world}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(LaunchError, match=rf"RANK={rank} and WORLD_SIZE={world}: ranks go from 0 to WORLD_SIZE - 1"):
+        TorchrunExecutor(TOY, deadline=0.5, device="cpu")

@@ -8,8 +8,7 @@ import av
 import numpy as np
 import pytest
 
-from patchpar.stream.web.mp4_boxes import with_lengths
-from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header
+from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header, with_lengths
 from tests.live.test_video import RATE, decoded, frames, speech
 
 

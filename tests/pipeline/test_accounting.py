@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,8 @@ def test_one_device(plain: Any) -> None:
     assert run is not None
     assert (run.steps, run.exact_steps, run.stale_bytes, run.bytes_per_step) == (STEPS, None, 0, (0,))
     assert "sent" not in str(run)
+    (rank,) = run.ranks
+    assert ": 1 step in " in str(replace(run, ranks=(replace(rank, steps=rank.steps[:1]),)))
     (trace,) = (rank.trace for rank in run.ranks)
     assert trace is not None
     assert [event.where for event in trace.events] == ["step 0", "step 1", "step 2"]

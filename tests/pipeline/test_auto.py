@@ -168,6 +168,13 @@ def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: Pipeline
     assert "4 prompts stay in one batch: its scheduler draws for all" in kept.reason
 
 
+def test_sizes_that_prompts_get_in_turn_keep_them_together(unet: PipelineInfo) -> None:
+    sizes = {"negative_original_size": (64, 64), "negative_target_size": (128, 128)}
+    kept = choose(unet, 2, {**GUIDED, "prompt": ["a"] * 2, **sizes})
+    assert str(kept.plan) == "cfg=2"
+    assert "2 prompts stay in one batch: negative_original_size" in kept.reason
+
+
 def test_a_class_that_hands_its_arguments_on_has_those_of_its_parent(unet: PipelineInfo) -> None:
     pipe = build("sdxl").pipe
 

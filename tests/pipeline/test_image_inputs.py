@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from patchpar import PlanError
 from tests.breadth import first_of
 from tests.tiny import build
 
@@ -32,6 +33,19 @@ def test_images_as_input(hold: Hold, name: str, plan: str) -> None:
         got = parallel(**call, generator=generator())
     assert relative_error(got, want) <= EXACT
     assert _pixels(call) == _pixels(given)
+
+
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "cfg=2"))
+def test_a_strength_that_leaves_no_step_is_refused_by_all_ranks(hold: Hold, plan: str) -> None:
+    """diffusers goes on with empty tensors, which ranks find at different places: they would be started anew."""
+    tiny = build("sd_img2img")
+    call = {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent"}
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = plan
+        with pytest.raises(PlanError, match=r"strength=0.2, num_inference_steps=3: no denoising step is left"):
+            parallel(**{**call, "strength": 0.2})
+        want = tiny.pipe(**call, generator=generator())
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
 
 
 @pytest.mark.breadth

@@ -17,7 +17,7 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig
 
-from patchpar import CallCancelled, ParallelPipeline, Plan, PlanError, WorkerDied
+from patchpar import CallCancelled, LaunchError, ParallelPipeline, Plan, PlanError, WorkerDied
 from patchpar.pipeline import job as job_module
 from patchpar.plan.part_ratio import ratio_of
 from tests.pipeline.conftest import EXACT, QUICK, WORLD, generator, relative_error
@@ -224,6 +224,24 @@ def test_waiting_for_a_job(four: ParallelPipeline) -> None:
     wrong = four.submit(**{**CALL, "prompt_embeds": torch.zeros(1)}, ranks=(0,), plan="single")
     with pytest.raises(ValueError, match="prompt"):
         wrong.result(SECONDS)
+
+
+@pytest.mark.parametrize("pool", ["four", "one"])
+@pytest.mark.parametrize("wait", ["result", "suspend"])
+def test_a_callback_cannot_wait_for_a_job(request: pytest.FixtureRequest, pool: str, wait: str) -> None:
+    """Neither for its own, nor for one on ranks that wait for the callback."""
+    pipe, jobs = request.getfixturevalue(pool), list[Any]()
+
+    def callback(own: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if wait == "result":
+            jobs.append(pipe.submit(**CALL, generator=generator()))
+        getattr(jobs[-1], wait)(1.0)
+        return tensors
+
+    jobs.append(pipe.submit(**CALL, generator=generator(), callback_on_step_end=callback))
+    with pytest.raises(LaunchError, match=r"cannot wait for a job, .*when the current call has returned"):
+        jobs[0].result(SECONDS)
+    assert all(job.result(SECONDS) for job in jobs[1:])
 
 
 def test_a_job_is_cancelled_without_a_callback(four: ParallelPipeline) -> None:

@@ -85,6 +85,12 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"size": "16x64"}, "size", "invalid_size", "nearest is 64x64"),
     ({"size": "64x64", "height": 64}, "size", "invalid_size", "one of them"),
     ({"height": 100}, "size", "invalid_size", "nearest is 256x96"),
+    (
+        {"size": "16384x64", "output_format": "webp"},
+        "size",
+        "invalid_size",
+        "WEBP has at most 16383 pixels a side: use png",
+    ),
     ({"plan": "patch=0"}, "plan", "invalid_value", "patch"),
     ({"plan": "weights=hosted"}, "plan", "invalid_value", "cfg, patch and a strategy"),
     ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg, patch and a strategy"),
@@ -205,7 +211,16 @@ def test_bodies_are_limited(strict: Any) -> None:
 def test_a_page_of_another_site_reaches_nothing(strict: Any) -> None:
     plain = strict.post(PATH, content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
     assert error_of(plain, 415)["code"] == "unsupported_content_type"
-    assert strict.post(PATH, json={"prompt": "a"}, headers={"Host": "evil.example"}).status_code == 400
+    for path in (PATH, "/health/live"):
+        foreign = error_of(strict.post(path, json={"prompt": "a"}, headers={"Host": "evil.example:8000"}), 400)
+        assert foreign["code"] == "foreign_host"
+        assert "'evil.example:8000'" in foreign["message"]
+        assert "127.0.0.1" in foreign["message"]
+    for own in ("127.0.0.1:8000", "LocalHost", "[::1]:8000", "[::1]"):
+        assert strict.get("/health/live", headers={"Host": own}).status_code == 200
+    for none in ("", "[::1", "127.0.0.1.evil.example", "evil.example:127.0.0.1"):
+        assert strict.get("/health/live", headers={"Host": none}).status_code == 400
+    assert 'code="400",route="none"' in strict.get("/metrics").text
     assert strict.options(PATH, headers={"Origin": "http://evil.example"}).status_code == 405
 
 

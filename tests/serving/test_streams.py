@@ -171,8 +171,10 @@ def test_images_video_and_a_reference(client: Any) -> None:
     form = {"files": {"reference": ("a.png", file.getvalue())}, "data": {"seed": "1", "seconds": "0.5"}}
     created = client.post(STREAMS, **form).json()
     assert created["object"] == "stream", created
-    data = client.get(f"{STREAMS}/{created['id']}/video").content
+    video = client.get(f"{STREAMS}/{created['id']}/video")
+    data = video.content
     assert len(frames_in(data)) > 1
+    assert video.headers["x-accel-buffering"] == "no"
     events = client.get(f"{STREAMS}/{created['id']}/events").text
     assert "event: stream.ended" in events
     bad = client.post(STREAMS, files={"reference": ("a.png", b"none")}, data={"seed": "1"})

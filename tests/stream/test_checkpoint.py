@@ -145,9 +145,8 @@ def stream_of_two(steps: int = 3, boundary: int = 1) -> WanStream:
     low = causal(hears=False)
     for parameter in low.transformer.parameters():
         parameter.mul_(0.9)
-    return WanStream(
-        one._network, one._schedule, one._decoder, one._options, LowNoiseTransformer(network=low, start=boundary)
-    )
+    low_noise = LowNoiseTransformer(network=low, start=boundary)
+    return WanStream(one._network, one._schedule, one._decoder, one._run, one._first, low_noise)
 
 
 def test_a_step_is_computed_by_the_transformer_of_its_level() -> None:

@@ -14,7 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.events import Prompt
@@ -23,7 +23,7 @@ from patchpar.stream.plan import StreamPlan
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial
 from tests.stream.test_inner import apart, shared
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, causal, speech, text, vae, write_folder
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, begun_with, causal, run_of, speech, text, vae, write_folder
 
 SEED, SHAPE = 7, (1, 16, FRAMES, ROWS, COLUMNS)
 SCHEDULE = FlowSchedule.shifted(3, shift=5.0, sampler="renoise")
@@ -31,8 +31,8 @@ CHANGES = {2: (Prompt(text=text(1), transition="recache"),), 4: (Prompt(text=tex
 
 
 def clean(kind: type[WanStream] = CleanHistoryStream, **options: Any) -> WanStream:
-    first = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text(0), adapt_sink=False)
-    return kind(causal(**options), SCHEDULE, WanDecoder(vae()), first)
+    run = run_of(seed=SEED, adapt_sink=False)
+    return kind(causal(**options), SCHEDULE, WanDecoder(vae()), run, begun_with(text(0)))
 
 
 @torch.no_grad()
@@ -113,10 +113,10 @@ def test_all_steps_of_a_block_are_one_step_of_the_plan() -> None:
 def test_bad_histories() -> None:
     with pytest.raises(PlanError, match="history='recent': use 'noisy' or 'clean'"):
         CausalOptions(history="recent")  # type: ignore[arg-type]
-    network, options = causal(), WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text(0))
+    network = causal()
     low = LowNoiseTransformer(network=network, start=1)
     with pytest.raises(UnsupportedModel, match=r"this model has two transformers: use history='noisy'"):
-        CleanHistoryStream(network, SCHEDULE, None, options, low)
+        CleanHistoryStream(network, SCHEDULE, None, run_of(), begun_with(text(0)), low)
 
 
 def test_a_folder_is_streamed_so(tmp_path: Path) -> None:

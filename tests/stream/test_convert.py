@@ -278,7 +278,7 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", hears=False)
     options = cached(folder, tmp_path / "cache")
     with StreamingPipeline.from_pretrained("org/wan", devices="cpu", **options) as pipe:
-        assert str(pipe.plan) == "2 steps on 1 ranks (rank 0: steps 0-1, decode)"
+        assert str(pipe.plan) == "2 steps on 1 rank (rank 0: steps 0-1, decode)"
     for kind in (StreamingPipeline, FifoStreamingPipeline):
         with pytest.raises(PlanError, match=r"'org/none' is no folder here, and as a name it could not be downloaded"):
             kind.from_pretrained("org/none", devices="cpu", **options)

@@ -19,11 +19,11 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.stream.causal.clean_history import RecomputedHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
 from patchpar.stream.causal.runner import HISTORIES
 from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.convert import convert_checkpoint
@@ -37,7 +37,7 @@ from tests.stream.running import Outcome, Script, differing, pipelined, serial, 
 from tests.stream.test_clean_history import furthest
 from tests.stream.test_convert import SAFETENSORS, Weights, original, prefixed
 from tests.stream.test_inner import GENERATING, latents_apart, part
-from tests.stream.tiny import COLUMNS, ROWS, write_folder
+from tests.stream.tiny import COLUMNS, ROWS, begun_with, run_of, write_folder
 from tests.tensors import noise
 from tests.unit.threads import on_threads
 
@@ -122,9 +122,9 @@ def converted(base: Path, weights: Weights, tmp_path_factory: pytest.TempPathFac
 def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None) -> WanStream:
     pipe = load_wan(folder, RequiredWeights(text=False, vae=True), {})
     text = noise(1, TEXT, pipe.transformer.config.text_dim, seed=100)
-    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text, adapt_sink=config.adapt_sink)
+    run, first = run_of(seed=SEED, adapt_sink=config.adapt_sink), begun_with(text)
     network = CausalWan(pipe.transformer, config.blocks, inner=inner)
-    return HISTORIES[config.blocks.history](network, config.schedule, WanDecoder(pipe.vae), options)
+    return HISTORIES[config.blocks.history](network, config.schedule, WanDecoder(pipe.vae), run, first)
 
 
 Texts = Mapping[int, tuple[str, Tensor]]

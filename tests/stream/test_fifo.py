@@ -18,9 +18,9 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.model import FifoModel
+from patchpar.stream.fifo.network import WanFrames
 from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
-from patchpar.stream.fifo.wan import WanFrames
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan

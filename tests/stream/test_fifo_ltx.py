@@ -20,9 +20,9 @@ from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
-from patchpar.stream.fifo.ltx import LtxFamily, LtxFrames
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.model import FifoModel
+from patchpar.stream.fifo.network import LtxFrames
 from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.messages import StreamRun
@@ -74,9 +74,8 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
         rope_interpolation_scale=(8 / FPS, 8, 8),
         return_dict=False,
     )[0]
-    family = LtxFamily()
-    network = family.network(pipe.transformer, family.facts(folder), FPS)
-    cut, nothing = family.encode(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
+    network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
+    cut, nothing = LtxFrames.encode(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
     assert cut.shape[1] == int(mask.sum()) < text.shape[1]
     assert nothing is None
     found = network.predict(x, [0.6] * 4, cut)
@@ -86,7 +85,7 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
 
 
 def test_what_the_folder_says(pipe: LTXPipeline, folder: Path) -> None:
-    facts = LtxFamily().facts(folder)
+    facts = LtxFrames.facts(folder)
     assert (facts.per_latent, facts.spatial, facts.late) == (8, 8, latents_late(pipe.vae))
     assert facts.late > 1
     assert not facts.blends
@@ -116,7 +115,7 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
         outcome.append((finished.latents[0], finished.frames))
 
     with BUILDING:
-        text, negative = LtxFamily().encode(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
+        text, negative = LtxFrames.encode(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
         size = {"rows": SIDE, "columns": SIDE, "first_block": 0}
         run = StreamRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
@@ -168,10 +167,12 @@ def chunks(pipe: FifoStreamingPipeline) -> list[Tensor]:
 
 
 def test_workers_show_the_frames_of_one_process(alone: FifoStreamingPipeline, folder: Path, ranks: Any) -> None:
+    executor: Any = alone._workers._ranks
+    assert executor._engine._network._scale == (8 / FPS, 8.0, 8.0), "as LTXPipeline stretches positions"
     wanted = chunks(alone)
     assert wanted[1].shape == (8, 8 * SIDE, 8 * SIDE, 3)
     plan = StreamPlan(sizes=(2, 2), decode="own")  # the last rank has no transformer, the others no decoder
-    executor: Any = PoolExecutor(ranks, "fifo-ltx", ENGINE)
+    executor = PoolExecutor(ranks, "fifo-ltx", ENGINE)
     facts = executor.call("load", str(folder), CONFIG, plan, {})[0]
     found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts))
     assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)

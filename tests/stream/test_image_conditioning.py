@@ -14,13 +14,13 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.plan import StreamPlan
 from tests.stream.running import Script, differing, pipelined, serial
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, text, vae
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, begun_with, run_of, text, vae
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 
@@ -47,8 +47,7 @@ def transformer(text_dim: int = 8) -> WanTransformer3DModel:
 
 def stream(steps: int = 2) -> WanStream:
     causal = CausalWan(transformer(), CausalOptions(frames=FRAMES, window=3, sink_distance=5))
-    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=7, text=text(0))
-    return WanStream(causal, FlowSchedule.shifted(steps), WanDecoder(vae()), options)
+    return WanStream(causal, FlowSchedule.shifted(steps), WanDecoder(vae()), run_of(), begun_with(text(0)))
 
 
 def reference(image: Tensor = IMAGE) -> Reference:

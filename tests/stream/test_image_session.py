@@ -18,8 +18,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.images import driver as image_driver
 from patchpar.stream.images import pipeline as image_pipeline
 from patchpar.stream.images.driver import ImageStreamOptions
-from patchpar.stream.images.pipeline import ImageStreamingPipeline
-from patchpar.stream.images.session import ImageSession
+from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_images import quiet, same

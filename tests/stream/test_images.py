@@ -18,9 +18,8 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 
 from patchpar.errors import WorkerDied, WorkerError
 from patchpar.stream.images.driver import ImageStreamOptions
-from patchpar.stream.images.pipeline import ImageStreamingPipeline
+from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.images.runner import ImageRunner
-from patchpar.stream.images.session import ImageSession
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.tiny import image_pipelines
 

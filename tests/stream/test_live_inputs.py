@@ -16,8 +16,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream import capture_device
-from patchpar.stream.audio.keep_alive import KeepAlive
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.capture_device import CaptureDevice, camera, microphone
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits

@@ -11,7 +11,7 @@ from patchpar.stream.plan import StreamPlan, plans
 @pytest.mark.parametrize(
     ("steps", "ranks", "diagram"),
     [
-        (4, 1, "4 steps on 1 ranks (rank 0: steps 0-3, decode)"),
+        (4, 1, "4 steps on 1 rank (rank 0: steps 0-3, decode)"),
         (4, 2, "4 steps on 2 ranks (rank 0: steps 0-1; rank 1: steps 2-3, decode)"),
         (4, 3, "4 steps on 3 ranks (rank 0: steps 0-1; rank 1: step 2; rank 2: step 3, decode)"),
         (2, 2, "2 steps on 2 ranks (rank 0: step 0; rank 1: step 1, decode)"),

@@ -21,8 +21,7 @@ from patchpar.stream import driver as stream_driver
 from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
-from patchpar.stream.audio.keep_alive import MARGIN, KeepAlive
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Parameter, Reference

@@ -28,7 +28,7 @@ from patchpar.stream.causal.lora import LORA
 from patchpar.stream.causal.runner import network_of
 from patchpar.stream.causal.speech_wan import REFERENCE_TIME
 from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
@@ -45,6 +45,7 @@ from tests.stream.running import Outcome, Script, differing, pipelined, serial, 
 from tests.stream.test_clean_history import furthest
 from tests.stream.test_convert import Weights
 from tests.stream.test_inner import latents_apart, part
+from tests.stream.tiny import begun_with, run_of
 from tests.stream.tiny_speech import (
     AFTER,
     COLUMNS,
@@ -108,9 +109,9 @@ def loaded(folder: Path) -> tuple[Any, Any, SpeechParts]:
 def model(folder: Path, config: StreamConfig, inner: StepGroup | None = None, *, has_pose: bool = False) -> WanStream:
     transformer, vae, parts = deepcopy(loaded(folder))
     text = noise(1, TEXT, transformer.config.text_dim, seed=100)
-    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=SEED, text=text, has_pose=has_pose)
+    run = run_of(seed=SEED, rows=ROWS, columns=COLUMNS, has_pose=has_pose)
     network = network_of(transformer, config.blocks, parts, inner)
-    return WanStream(network, config.schedule, WanDecoder(vae), options)
+    return WanStream(network, config.schedule, WanDecoder(vae), run, begun_with(text))
 
 
 def heard(block: int) -> Payload:
@@ -136,7 +137,7 @@ def reference(folder: Path, weights: Weights, config: StreamConfig, blocks: int)
     """Steps of a block one after the other, each with keys and values of its own noise level."""
     made, net = model(folder, config), ReferenceSpeech(weights, HEADS, AFTER)
     parts: Any = made._network.audio
-    text, schedule, options = made._options.text[0], config.schedule, config.blocks
+    text, schedule, options = made._first.text[0], config.schedule, config.blocks
     image = seen(folder)
     assert image.video is not None
     latents, earlier = image.latents[0], image.video[0]

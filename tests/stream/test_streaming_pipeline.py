@@ -20,12 +20,12 @@ from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, la
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.plan import StreamPlan
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, write_folder
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, begun_with, run_of, write_folder
 from tests.tensors import noise
 
 BLOCKS = 6
@@ -47,9 +47,7 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
         return Prompt(text=text)
 
     text = torch.zeros(1, TEXT, pipe.transformer.config.text_dim)
-    model = WanStream(
-        network, config.schedule, decoder, WanStreamOptions(height=ROWS, width=COLUMNS, seed=seed, text=text)
-    )
+    model = WanStream(network, config.schedule, decoder, run_of(seed=seed), begun_with(text))
     states = [model.new_state(step) for step in range(config.steps)]
     levels = audio_levels(torch.cat([SPEECH, torch.zeros(1000)]), AUDIO)
     memory, frames, first = model.new_decoder(), [], None

@@ -11,11 +11,13 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
+from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.causal.wan import WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.messages import StreamRun
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 from training.banded import BandedWan
@@ -89,6 +91,15 @@ def causal(
     return BandedWan(transformer(dtype, heads=heads), chosen, conditioner(dtype) if hears else None, inner)
 
 
+def run_of(**other: Any) -> StreamRun:
+    size = {"rows": ROWS, "columns": COLUMNS}
+    return StreamRun(**{"ranks": 1, "seed": 7, "first_block": 0, "adapt_sink": True, **size, **other})
+
+
+def begun_with(text_BTD: Tensor, *, has_sink: bool = False) -> StepConditions:
+    return StepConditions(text=text_BTD, sink=sink(0) if has_sink else None)
+
+
 def stream(
     steps: int,
     *,
@@ -99,17 +110,9 @@ def stream(
     speakers: int = 1,
     **options: Any,
 ) -> WanStream:
-    first = WanStreamOptions(
-        height=ROWS,
-        width=COLUMNS,
-        seed=7,
-        text=text(0),
-        sink=sink(0) if has_sink else None,
-        adapt_sink=adapt_sink,
-        speakers=speakers,
-    )
+    run, first = run_of(adapt_sink=adapt_sink, speakers=speakers), begun_with(text(0), has_sink=has_sink)
     schedule = FlowSchedule.shifted(steps, sampler=sampler)
-    return WanStream(causal(dtype=dtype, **options), schedule, WanDecoder(vae()), first)
+    return WanStream(causal(dtype=dtype, **options), schedule, WanDecoder(vae()), run, first)
 
 
 STREAM = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from patchpar.errors import PlanError
+from patchpar.plan.names_elsewhere import PLANS, advice
 from patchpar.plan.plan import Plan
 
 
@@ -86,3 +87,27 @@ def test_a_plan_is_frozen_and_comparable() -> None:
     assert len({Plan(cfg=2), Plan(cfg=2), Plan(cfg=3)}) == 2
     with pytest.raises(AttributeError):
         Plan().cfg = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("ulysses_degree=2", "patch=N,strategy=exact:ulysses=N"),
+        ("cfg=2,ring-degree=2", "patch=N,strategy=exact:attention=ring"),
+        ("pipefusion_parallel_degree=2", "stage=N,strategy=piped"),
+        ("data_parallel_degree=2", "data=N"),
+        ("use_cfg_parallel", "cfg=N"),
+        ("tensor_parallel_size=2", "tensor=N"),
+        ("patch=2,strategy=pipefusion", "stage=N,strategy=piped"),
+        ("patch=2,strategy=DistriFusion", "patch=N,strategy=displaced:preset=paper"),
+    ],
+)
+def test_names_of_other_libraries_are_told_what_they_are_here(text: str, named: str) -> None:
+    """In the message that refuses them."""
+    with pytest.raises(PlanError, match=rf"other libraries call .* is {named} here$"):
+        Plan.parse(text)
+
+
+def test_what_other_libraries_have_is_a_plan_here() -> None:
+    assert {Plan.parse(plan.replace("N", "2")).world_size for plan in PLANS.values()} == {2}
+    assert advice("patches") == ""

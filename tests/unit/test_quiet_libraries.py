@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from diffusers import AutoencoderKL
 from patchpar.models.files import embedded_model
 from patchpar.models.loading import DTYPE_NAME, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.stream.causal.runner import StreamRunner
 from patchpar.stream.fifo.runner import FifoRunner
@@ -64,3 +66,28 @@ def test_a_dtype_has_the_name_that_diffusers_takes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoencoderKL.from_pretrained(embedded_model() / "vae", variant="fp16", **{DTYPE_NAME: torch.float32})
+
+
+SPEAKS = """import logging, threading
+say = logging.getLogger("transformers.utils.import_utils").warning
+say("of the import")
+other = threading.Thread(target=say, args=("of another thread",))
+other.start()
+other.join()
+"""
+
+
+def test_what_a_call_imports_for_its_output_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the middle of a call on workers, in a process whose own imports say what libraries say."""
+    (tmp_path / "speaks_when_imported.py").write_text(SPEAKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    logger = logging.getLogger("transformers.utils.import_utils")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    stated, handler = list[str](), logging.Handler()
+    monkeypatch.setattr(handler, "handle", lambda record: stated.append(record.getMessage()))
+    monkeypatch.setattr(logger, "handlers", [handler])
+    caller = CallController(None, {}, kind="local", output_module="speaks_when_imported")
+    with caller.reporting(lambda step, steps: None, {}):
+        caller.on_event(0, ("step", 1, 2))
+    logger.warning("later")
+    assert stated == ["of another thread", "later"]

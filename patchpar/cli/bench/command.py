@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
         typer.echo(f"{file.path}: {file.outdated} images of an earlier version are measured anew", err=True)
     lpips = _lpips() if request.lpips else None
     with (
+        _says_how_to_go_on(file),
         progress("images") as on_image,
         ended_at_once(),
         ParallelPipeline.from_pretrained(request.model, devices=request.devices, **options) as pipe,
@@ -71,6 +73,18 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
         runner = BenchRunner(pipe=pipe, devices=devices, call=_call(request), file=file, lpips=lpips, on_image=on_image)
         settings = _settings(request, options, type(pipe.scheduler).__name__)
         return runner.measure(settings, plans, list(prompts_from(prompts, request.seed)))
+
+
+@contextmanager
+def _says_how_to_go_on(file: RecordFile) -> Iterator[None]:
+    """Where a signal ends the run, say that the same command measures only what the file does not have."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        images = "1 image" if len(file.records) == 1 else f"{len(file.records)} images"
+        with suppress(OSError):  # SIGHUP: the terminal has gone
+            typer.echo(f"{file.path} has {images}: the same command goes on from there", err=True)
+        raise
 
 
 def _call(request: BenchFlags) -> dict[str, Any]:

@@ -88,7 +88,9 @@ def _run(
     ranks: StreamRanks,
 ) -> StreamReport:
     from patchpar import StreamingPipeline
+    from patchpar.models.quiet_libraries import silence_libraries
 
+    silence_libraries()
     origin = recording.origin
     print_line = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}

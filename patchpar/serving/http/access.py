@@ -1,6 +1,7 @@
-"""The outermost layer of every request: an ID, the API key, counts, and errors in one form."""
+"""The outermost layer of every request: an ID, the host name, the API key, counts, and errors in one form."""
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -10,11 +11,11 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.image_files import ROUTE
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
+from patchpar.serving.settings import ServerSettings
 from patchpar.serving.socket_tickets import SocketTickets, offered_ticket
 
 OPEN = ("/health/live", "/health/ready", "/version")
@@ -23,6 +24,8 @@ OPEN_LINKS = (ROUTE,)
 """Begins of paths that are keys themselves."""
 ADMIN = "/admin/"
 """Begin of paths that need a key of administrators."""
+ANY_HOST = "*"
+PORT = re.compile(r":\d*$")
 NO_ROUTE, NO_PATH = "none", "\0"
 ID_HEADER = b"x-request-id"
 GONE = 499
@@ -35,19 +38,15 @@ log = logging.getLogger(__name__)
 class RequestGuard:
     """ASGI middleware. Sets `scope["state"]["request_id"]`, which is also a header of the response, and "owner".
 
-    `pages`: begins of paths that have a log-in of their own instead of a key. `tickets`: of WebSockets without a key.
+    `settings`: has keys, begins of paths of a page with a log-in of its own, and the names by which requests may call
+    this server, against DNS rebinding. `tickets`: of WebSockets without a key.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        keys: ApiKeys,
-        admin_keys: ApiKeys,
-        metrics: ServerMetrics,
-        pages: tuple[str, ...] = (),
-        tickets: SocketTickets | None = None,
+        self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, tickets: SocketTickets | None = None
     ) -> None:
-        self._app, self._keys, self._admin_keys, self._metrics, self._pages = app, keys, admin_keys, metrics, pages
+        self._app, self._keys, self._admin_keys, self._metrics = app, settings.keys, settings.admin_keys, metrics
+        self._pages, self._hosts = settings.page_paths, settings.host_names
         self._tickets = tickets or SocketTickets()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,6 +79,7 @@ class RequestGuard:
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a WebSocket with a key or a ticket. What is refused is closed before it is accepted, which is 403."""
         try:
+            self._check_host(scope)
             if not scope["path"].startswith(self._pages or NO_PATH):
                 scope.setdefault("state", {})["owner"] = self._ticket_of(scope) or self._key_of(scope)
             await self._app(scope, receive, send)
@@ -90,6 +90,7 @@ class RequestGuard:
         self, scope: Scope, receive: Receive, send: Send, request_id: str, has_begun: Callable[[], bool]
     ) -> None:
         try:
+            self._check_host(scope)
             if scope["path"] not in OPEN and not scope["path"].startswith((*self._pages, *OPEN_LINKS)):
                 scope["state"]["owner"] = self._key_of(scope)
             await self._app(scope, receive, send)
@@ -101,6 +102,17 @@ class RequestGuard:
                 raise
             await error_response(logged_error_of(error, request_id))(scope, receive, send)
 
+    def _check_host(self, scope: Scope) -> None:
+        """Raise RequestError for a request by a name that is not this server's."""
+        given = _header_of(scope, b"host").decode("latin-1")
+        if ANY_HOST not in self._hosts and PORT.sub("", given).lower() not in self._hosts:
+            names = ", ".join(self._hosts)
+            raise RequestError(
+                f"Host {given[:80]!r}: this server answers to {names} only, so that no other page reaches it: let a "
+                "proxy send one of these, or serve with --host and --api-key-file",
+                code="foreign_host",
+            )
+
     def _ticket_of(self, scope: Scope) -> str:
         """Return the owner that a ticket of a WebSocket names, "" without one. Raises RequestError for a wrong one."""
         ticket = offered_ticket(scope.get("subprotocols", ()))
@@ -108,7 +120,7 @@ class RequestGuard:
 
     def _key_of(self, scope: Scope) -> str:
         """Return a name of the request's key, "" on a server without keys. Raises RequestError for a wrong one."""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        given = _header_of(scope, b"authorization")
         keys = self._admin_keys if scope["path"].startswith(ADMIN) else self._keys
         if scope["path"].startswith(ADMIN) and not keys:
             raise RequestError(
@@ -117,6 +129,10 @@ class RequestGuard:
         if not keys.accept(given):
             raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
         return sha256(given.partition(b" ")[2].strip()).hexdigest() if keys else ""
+
+
+def _header_of(scope: Scope, wanted: bytes) -> bytes:
+    return next((value for name, value in scope["headers"] if name == wanted), b"")
 
 
 def owner_of(request: HTTPConnection) -> str:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar.serving.http.access import RequestGuard, error_response
 from patchpar.serving.http.admin import add_admin
@@ -74,17 +73,8 @@ def stream_application(service: StreamService) -> FastAPI:
 
 def _guarded(service: Served, tickets: SocketTickets | None = None) -> FastAPI:
     """Return an application with access, models, health, version and metrics."""
-    settings = service.settings
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(
-        RequestGuard,
-        keys=settings.keys,
-        admin_keys=settings.admin_keys,
-        metrics=service.metrics,
-        pages=settings.page_paths,
-        tickets=tickets,
-    )
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=settings.host_names)
+    app.add_middleware(RequestGuard, settings=service.settings, metrics=service.metrics, tickets=tickets)
     app.add_exception_handler(HTTPException, _no_route)
     _add_models(app, service)
     _add_state(app, service)

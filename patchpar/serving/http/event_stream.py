@@ -11,7 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 HEARTBEAT_SECONDS = 10.0
 HEARTBEAT = b": still there\n\n"
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # of nginx, which else keeps what is small until the response has ended
+]
 
 
 def event_of(name: str, data: Mapping[str, Any]) -> bytes:

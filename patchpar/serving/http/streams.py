@@ -24,6 +24,8 @@ from patchpar.stream.web.http_page import is_own_origin
 
 REFERENCE, AUDIO, POSE = "reference", "audio_file", "pose"
 FRESH = {"Cache-Control": "no-store"}
+LIVE = {**FRESH, "X-Accel-Buffering": "no"}
+"""Of what is watched while it is made: nginx is to pass it on at once."""
 LOOK_SECONDS = 0.1
 
 
@@ -101,13 +103,13 @@ def _add_media(app: FastAPI, service: StreamService) -> None:
     async def video(request: Request, name: str) -> StreamingResponse:
         """Send the video, fragmented MP4 with audio, from the newest key frame on."""
         feed = service.get(name, owner_of(request)).video
-        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=LIVE)
 
     @app.get("/v1/streams/{name}/images")
     async def images(request: Request, name: str) -> StreamingResponse:
         """Send the frames as MJPEG, without audio."""
         feed = service.get(name, owner_of(request)).images
-        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=LIVE)
 
     @app.websocket("/v1/streams/{name}")
     async def connect(socket: WebSocket, name: str) -> None:

@@ -9,6 +9,7 @@ With one generator (or none) for all prompts, diffusers samples noise for the wh
 here, and keeps its rows: the image of a prompt depends neither on the number of ranks nor on the rank.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -52,6 +53,9 @@ MIXED = {
     "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
 }
 REFERRED = ("image", "video", "conditions")
+CONTROLS = ("control_image", "control_mask")  # each is repeated for all results of its prompt, then comes the next one
+REPEATS_EACH = ("IF", "Kandinsky3")  # pipelines that do so with all images
+NEGATIVE_SIZES = ("negative_original_size", "negative_target_size")
 OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that sample noise for a whole batch themselves
 
 
@@ -90,6 +94,7 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
     lists of generators and latents have them. Raises PlanError where the prompt of an entry is unknown.
     """
     part, by_condition = PromptSlice.of(kwargs, rank, size), listed_by_condition(pipe, kwargs)
+    _refuse_sizes_in_turn(pipe, kwargs)
 
     def divided(name: str, value: Any) -> Any:
         if name == by_condition:
@@ -203,15 +208,33 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
                     f"{type(pipe).__name__} takes {name} as references for all prompts, not one for each: use data=1 "
                     "with it"
                 )
-    _refuse_one_image(pipe, kwargs, part)
+    _refuse_images(pipe, kwargs, part)
 
 
-def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
-    """Refuse one image for several prompts: its noise depends on the pipeline and the number of prompts.
+def _refuse_sizes_in_turn(pipe: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse sizes of their own for the branch without text, of pipelines whose method does not take them.
 
-    Some pipelines repeat the image for every prompt before they encode it, others encode it once, with the first
-    generator, which only the first rank has.
+    Those repeat the pair of both branches for all prompts, and not each of the two: which prompt gets which size
+    depends on the number of prompts.
     """
+    if any(kwargs.get(name) is None for name in NEGATIVE_SIZES):
+        return
+    method = getattr(pipe, "_get_add_time_ids", None)
+    if method is None or NEGATIVE_SIZES[0] not in inspect.signature(method).parameters:
+        raise PlanError(
+            f"{' and '.join(NEGATIVE_SIZES)}: diffusers gives these and the other sizes to prompts and branches in "
+            "turn, so that data ranks would give other images: use data=1 with them"
+        )
+
+
+def _refuse_images(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
+    """Refuse images whose results depend on the number of prompts in a call.
+
+    One image for several prompts: some pipelines repeat it for every prompt before they encode it, others encode it
+    once, with the first generator, which only the first rank has. Several results for each prompt: the images are
+    repeated together [a b a b], and the prompts one by one [a a b b].
+    """
+    results, repeats_each = images_each(kwargs), type(pipe).__name__.startswith(REPEATS_EACH)
     guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
     guiding = listed_by_condition(pipe, kwargs) or ("image" if guides_only else "")
     for name in IMAGE_ARGUMENTS:
@@ -222,4 +245,10 @@ def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -
                 f"one {name} for {part.total} prompts: the noise that it takes depends on the number of prompts in a "
                 f"call, so that data ranks would give other images. Give {name} as a list of {part.total}, the same "
                 f"{part.total} times if need be"
+            )
+        if results > 1 and name not in CONTROLS and not repeats_each:
+            raise PlanError(
+                f"{results} results for each prompt: {type(pipe).__name__} gives them the entries of {name} in turn, "
+                "those of other prompts too, so that data ranks would give other images: use data=1, or one result for "
+                f"each prompt, with every prompt and its {name} {results} times in the lists"
             )

@@ -126,17 +126,12 @@ def _bands(width: int, config: AudioConfig) -> Tensor:
     return (band[:, None] == torch.arange(config.bands)).float()
 
 
-def last_image_frame(latent: int, per_latent: int) -> int:
-    """Return the last image frame that latent frame `latent` represents."""
-    return latent * per_latent
-
-
 def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, first: int = 0) -> Tensor:
     """Return the audio tokens [F, n, C] of the latent frames `latents`, from levels [P, C] of image frames `first` on.
 
     Before image frame 0 there is silence. Raises PlanError if the levels of a frame are missing.
     """
-    last = torch.tensor([last_image_frame(latent, config.per_latent) for latent in latents])
+    last = torch.tensor(latents) * config.per_latent  # the last image frame that each represents
     frames = last[:, None] + torch.arange(1 - config.tokens, 1)
     missing = (frames >= first + len(levels_PC)) | ((frames >= 0) & (frames < first))
     if missing.any():

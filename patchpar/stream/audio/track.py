@@ -1,23 +1,90 @@
 """The input audio of a stream: pushed in pieces of any length, read block by block."""
 
 import math
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, plain
-from patchpar.stream.audio.conditioner import last_image_frame
 from patchpar.stream.audio.inputs import AudioInputs
-from patchpar.stream.audio.keep_alive import KeepAlive
 from patchpar.stream.audio.resample import Resampler
-from patchpar.stream.audio.sample_buffer import SampleBuffer
+
+MARGIN = 0.2  # s; pushes that are late by less leave no gap
 
 
 def first_frame_number(latent: int, per_latent: int) -> int:
     """Return the first image frame that latent frame `latent` decodes to. Latent frame 0 decodes to one image."""
-    return 0 if latent == 0 else last_image_frame(latent - 1, per_latent) + 1
+    return 0 if latent == 0 else (latent - 1) * per_latent + 1
+
+
+class SampleBuffer:
+    """Samples with the numbers `start` to `end` of an endless track, in the pieces in which they came.
+
+    Adding a piece copies nothing.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: deque[Tensor] = deque()
+        self.start = self.end = 0
+
+    def push(self, samples_N: Tensor) -> None:
+        """Append samples [N]."""
+        if len(samples_N):
+            self._pieces.append(samples_N)
+            self.end += len(samples_N)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Return a copy [last - first] of the samples from number `first` until `last`, which must all be there."""
+        found, start = [torch.zeros(0)], self.start
+        for piece in self._pieces:
+            if start >= last:
+                break
+            found.append(piece[max(0, first - start) : max(0, last - start)])
+            start += len(piece)
+        return torch.cat(found)
+
+    def drop_before(self, number: int) -> None:
+        """Drop the samples before this number."""
+        while self._pieces and self.start + len(self._pieces[0]) <= number:
+            self.start += len(self._pieces.popleft())
+        if self._pieces and number > self.start:
+            self._pieces[0] = self._pieces[0][number - self.start :]
+            self.start = number
+
+    def drop_from(self, number: int) -> None:
+        """Drop the samples from this number on."""
+        while self._pieces and self.end - len(self._pieces[-1]) >= number:
+            self.end -= len(self._pieces.pop())
+        if self._pieces and number < self.end:
+            self._pieces[-1] = self._pieces[-1][: number - self.end]
+            self.end = number
+
+
+class KeepAlive:
+    """When a live stream goes on without audio, because none has been pushed in time.
+
+    Audio is expected at its own speed, from the first question on. Times in seconds; `clock` as time.monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._start: float | None = None
+
+    def seconds_left(self, begin: float, end: float) -> float:
+        """Return how long to wait for the audio between these times of the stream; 0 once it is late."""
+        now = self._clock()
+        if self._start is None:
+            self._start = now - begin
+        return max(0.0, self._start + end + MARGIN - now)
+
+    def used(self, end: float) -> None:
+        """Note that the audio until `end` has been used: after a pause what follows is expected later by as much."""
+        if self._start is not None:
+            self._start = max(self._start, self._clock() - end - MARGIN)
 
 
 class AudioTrack:

@@ -22,8 +22,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.shard.hooks import HookSet
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.attention_passes import BlockPass, SinkPass
-from patchpar.stream.causal.kv_window import KVWindow, WindowSize
+from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPass, WindowSize
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
 from patchpar.stream.causal_options import CausalOptions

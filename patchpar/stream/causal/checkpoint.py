@@ -20,9 +20,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import MALFORMED, dtype_of, load_pipeline, with_dtype
 from patchpar.models.speech.parts import align_weights
 from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
-from patchpar.stream.causal.original_names import are_original, as_diffusers
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
-from patchpar.stream.weight_files import first_names
+from patchpar.stream.weight_files import are_original, as_diffusers, first_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

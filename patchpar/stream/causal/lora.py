@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import path_of
 from patchpar.plan.json_files import object_of, read_object
-from patchpar.stream.causal.original_names import diffusers_modules
 from patchpar.stream.json_fields import number
-from patchpar.stream.weight_files import entry_of, first_names, read_entries, tensors_of
+from patchpar.stream.weight_files import diffusers_modules, entry_of, first_names, read_entries, tensors_of
 
 LORA = "lora"
 """The option with a LoRA to merge, `PATH:SCALE`, beside those of diffusers' from_pretrained."""

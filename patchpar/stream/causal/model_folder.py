@@ -11,9 +11,8 @@ from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.plan.json_files import read_object
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.hub import local_folder
 from patchpar.stream.json_fields import whole
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE
+from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, local_folder
 
 LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
 """Parts whose class in model_index.json is ignored, see `checkpoint`."""

@@ -21,12 +21,12 @@ from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.causal_wan import CausalWan, Hearing
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
-from patchpar.stream.causal.clean_history import CleanHistoryStream
+from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
+from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
-from patchpar.stream.causal.recomputed_history import RecomputedHistoryStream
 from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
-from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream, WanStreamOptions
+from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
@@ -137,18 +137,10 @@ class StreamRunner(StageRunner):
 
     def _model(self, run: StreamRun) -> WanStream:
         network, *low = self._networks
-        options = WanStreamOptions(
-            height=run.rows,
-            width=run.columns,
-            seed=run.seed,
-            text=torch.zeros(1, self._config.text_tokens, network.transformer.config.text_dim),
-            adapt_sink=run.adapt_sink,
-            has_pose=run.has_pose,
-            speakers=run.speakers,
-        )
+        first = StepConditions(text=torch.zeros(1, self._config.text_tokens, network.transformer.config.text_dim))
         low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
         schedule = self._config.schedule.begun_at(run.strength)
-        return HISTORIES[self._config.blocks.history](network, schedule, self._decoder, options, low_noise)
+        return HISTORIES[self._config.blocks.history](network, schedule, self._decoder, run, first, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:

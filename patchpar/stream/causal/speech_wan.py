@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.frame_packer import packed_grids
 from patchpar.models.speech.parts import SpeechParts
-from patchpar.stream.causal.attention_passes import BlockPass, SinkPass
+from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPass
 from patchpar.stream.causal.causal_wan import BlockInputs, CausalWan
-from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal_options import CausalOptions

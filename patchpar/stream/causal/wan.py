@@ -17,32 +17,14 @@ from torch import Tensor
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
+from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.conditions import PromptBlend, StepConditions
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
-from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WanStreamOptions:
-    """Size of the latents, seed of the noise, and first conditions of one stream.
-
-    `text`: embeddings [1, T, D]. `sink`: a clean latent frame [1, C, 1, H, W], or None. `adapt_sink`: replace it with
-    the first frame of the first finished block. `has_pose`: blocks have latents of a pose, see SpeechParts.
-    `speakers`: voices of a block.
-    """
-
-    height: int
-    width: int
-    seed: int
-    text: Tensor
-    sink: Tensor | None = None
-    adapt_sink: bool = True
-    has_pose: bool = False
-    speakers: int = 1
+from patchpar.stream.messages import StreamRun
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,9 +49,10 @@ class LowNoiseTransformer:
 
 
 class WanStream(CausalModel):
-    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose).
+    """A CausalModel for `run`, with the conditions `first` at its beginning.
 
-    No tokens without audio, and no pose where a stream has none.
+    Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose). No tokens without audio, and
+    no pose where a stream has none.
     """
 
     _kind: type[StepState] = StepState
@@ -79,18 +62,19 @@ class WanStream(CausalModel):
         network: CausalWan,
         schedule: FlowSchedule,
         decoder: WanDecoder | None,
-        options: WanStreamOptions,
+        run: StreamRun,
+        first: StepConditions,
         low_noise: LowNoiseTransformer | None = None,
     ) -> None:
-        self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
-        self._low_noise = low_noise
+        self._network, self._schedule, self._decoder, self._run = network, schedule, decoder, run
+        self._first, self._low_noise = first, low_noise
         self._encoder: WanEncoder | None = None
         self._encoded = 0  # the block that the encoder goes on with
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
         channels = transformer.config.out_channels
         self._is_conditioned = transformer.config.in_channels > channels
-        shape = (1, channels, network.options.frames, options.height, options.width)
+        shape = (1, channels, network.options.frames, run.rows, run.columns)
         self._latents = TensorSpec(shape, self._dtype)
         self._refuse()
 
@@ -110,11 +94,11 @@ class WanStream(CausalModel):
         if audio is None:
             return (self._latents,)
         (_, *sizes), dtype = audio.token_spec(self._network.options.frames)
-        tokens = TensorSpec((self._options.speakers, *sizes), dtype)
-        return self._latents, tokens, *((self._latents,) if self._options.has_pose else ())
+        tokens = TensorSpec((self._run.speakers, *sizes), dtype)
+        return self._latents, tokens, *((self._latents,) if self._run.has_pose else ())
 
     def new_state(self, step: int) -> StepState:
-        return self.restored(step, StepConditions(text=self._options.text, sink=self._options.sink))
+        return self.restored(step, self._first)
 
     def conditions(self, state: StepState) -> StepConditions:
         """See CausalModel. A state gets new ones with each change, so that these stay as they are."""
@@ -125,7 +109,7 @@ class WanStream(CausalModel):
         """See CausalModel."""
         state = self._kind(
             step=step,
-            memory=self._of(step).memory(self._options.height, self._options.width),
+            memory=self._of(step).memory(self._run.rows, self._run.columns),
             now=conditions.each(self._own),
             recent=deque(maxlen=self._network.options.window - 1),
         )
@@ -140,7 +124,7 @@ class WanStream(CausalModel):
     @torch.no_grad()
     def begin(self, block: int, inputs: Payload) -> Payload:
         """See CausalModel. `inputs`: see AudioInputs, if the transformer takes audio."""
-        noise, audio = keyed_noise(self._options.seed, block, 0, self._latents.shape), self._network.audio
+        noise, audio = keyed_noise(self._run.seed, block, 0, self._latents.shape), self._network.audio
         heard = (to_device(x, self._device) for x in inputs)
         return self._own(noise), *(x if audio is None else audio.heard(x) for x in heard)
 
@@ -216,7 +200,7 @@ class WanStream(CausalModel):
         """The noise that is added at the end of a denoising step, if any."""
         if not self._schedule.needs_noise(step):
             return None
-        return to_device(keyed_noise(self._options.seed, block, step + 1, self._latents.shape), self._device)
+        return to_device(keyed_noise(self._run.seed, block, step + 1, self._latents.shape), self._device)
 
     def _recompute(self, state: StepState, block: int, payload: Payload) -> None:
         """Store the keys and values of a block in `state.recent` again."""
@@ -256,7 +240,7 @@ class WanStream(CausalModel):
 
     @property
     def adapts_sink(self) -> bool:
-        return self._options.adapt_sink and not self._is_conditioned
+        return self._run.adapt_sink and not self._is_conditioned
 
     def adaptive_sink(self, payload: Payload) -> Change:
         """See CausalModel. Taken from the latents, so that no error of decoding and encoding is added."""

@@ -1,4 +1,8 @@
-"""Interface of a video model for a frame queue: a transformer with a noise level per frame, and a decoder."""
+"""Video models for a frame queue, Wan and LTX-Video: a transformer with a noise level per frame, and a decoder.
+
+Both transformers take one timestep per token: LTX's for image-to-video, diffusers' class for Wan since Wan 2.2, also
+with weights of 2.1.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -6,31 +10,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from diffusers import (
+    AutoencoderKLLTXVideo,
+    AutoencoderKLWan,
+    LTXPipeline,
+    LTXVideoTransformer3DModel,
+    WanPipeline,
+)
 from torch import Tensor
 
-from patchpar.stream.causal.checkpoint import RequiredWeights
+from patchpar.errors import UnsupportedModel
+from patchpar.models.loading import load_pipeline, with_dtype
+from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer, load_wan
+from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.messages import ModelFacts
-
-
-class FrameNetwork(ABC):
-    """A transformer called with frames of different noise levels: [B, C, F, H, W], texts [B, T, D]."""
-
-    def __init__(self, transformer: Any) -> None:
-        self._transformer = transformer
-
-    @property
-    def channels(self) -> int:
-        """Channels of the latents."""
-        return int(self._transformer.config.in_channels)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self._transformer.device
-
-    @abstractmethod
-    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
-        """Return the velocity [B, C, F, H, W], noise minus clean frame, in float32. `sigmas`: F levels from 0 to 1."""
+from patchpar.stream.model_index import low_noise_below
 
 
 class FrameDecoder(Protocol):
@@ -50,30 +45,167 @@ class FrameDecoder(Protocol):
         """Return the images left at the end of a video, [frames, 3, height, width] between -1 and 1."""
 
 
-class ModelFamily(Protocol):
-    """How the parts of one kind of model are loaded and called. `decoder`: wraps its VAE. Raises UnsupportedModel."""
+class FrameNetwork(ABC):
+    """A transformer called with frames of different noise levels: [B, C, F, H, W], texts [B, T, D].
+
+    Its class methods load the parts of such models and call their text encoders. `scale`: seconds, rows and columns of
+    pixels per latent. `decoder`: wraps the VAE. On ranks that do not denoise a transformer has no weights. Raises
+    UnsupportedModel.
+    """
 
     decoder: Callable[[Any], FrameDecoder]
 
-    def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> Any:
+    def __init__(self, transformer: Any, scale: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> None:
+        self._refuse(transformer.config)
+        self._transformer, self._scale = transformer, scale
+
+    @abstractmethod
+    def _refuse(self, config: Any) -> None:
+        """Raise UnsupportedModel for a transformer that cannot be called so."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> Any:
         """Load its pipeline, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
 
-    def facts(self, folder: Path) -> ModelFacts:
+    @classmethod
+    @abstractmethod
+    def facts(cls, folder: Path) -> ModelFacts:
         """Read what a session must know from the configuration files of the folder."""
 
-    def network(self, transformer: Any, facts: ModelFacts, fps: float) -> FrameNetwork:
-        """Wrap its transformer, which has no weights on ranks that do not denoise. Raises UnsupportedModel."""
-
-    def encode(self, pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    @classmethod
+    def encode(cls, pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.
 
         `options`: of the pipeline's own `encode_prompt`.
         """
-        text_BTD, negative_BTD = encode_prompt(pipe, text, negative, **options)
+        text_BTD, negative_BTD = _encoded(pipe, text, negative, options)
         return text_BTD, negative_BTD
 
+    @property
+    def channels(self) -> int:
+        """Channels of the latents."""
+        return int(self._transformer.config.in_channels)
 
-def encode_prompt(pipe: Any, text: str, negative: str | None, **options: Any) -> Any:
-    """Return what the pipeline's own `encode_prompt` returns."""
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._transformer.device
+
+    @abstractmethod
+    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
+        """Return the velocity [B, C, F, H, W], noise minus clean frame, in float32. `sigmas`: F levels from 0 to 1."""
+
+
+class WanFrames(FrameNetwork):
+    """Wan. Raises UnsupportedModel if it cannot take a noise level per frame, or needs an image."""
+
+    decoder = WanDecoder
+
+    def _refuse(self, config: Any) -> None:
+        if config.patch_size[0] != 1:
+            raise UnsupportedModel(
+                f"patches of {config.patch_size[0]} frames: a queue of frames needs patches of 1 frame"
+            )
+        if config.in_channels != config.out_channels or config.image_dim is not None:
+            raise UnsupportedModel(
+                f"this transformer takes {config.in_channels} channels and returns {config.out_channels}: it is an "
+                "image-to-video model, and later frames have no image; load a text-to-video checkpoint"
+            )
+
+    @classmethod
+    def load(cls, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
+        if low_noise_below(folder) is not None:
+            raise UnsupportedModel(
+                "this pipeline has one transformer for high noise levels and another for low ones, but a window of "
+                "the queue contains both; load Wan 2.1, or Wan 2.2 with 5 billion weights"
+            )
+        return load_wan(folder, needs, options)
+
+    @classmethod
+    def facts(cls, folder: Path) -> ModelFacts:
+        vae = AutoencoderKLWan.load_config(folder, subfolder="vae")
+        return ModelFacts(
+            audio=None,
+            per_latent=int(vae.get("scale_factor_temporal", 4)),
+            spatial=int(vae.get("scale_factor_spatial", 8)),
+        )
+
+    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
+        net = self._transformer
+        _, rows, columns = net.config.patch_size
+        timesteps = _timesteps(sigmas, x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns))
+        text = text_BTD.to(x_BCFHW.device, net.dtype)
+        out: Tensor = net(x_BCFHW.to(net.dtype), timesteps.to(x_BCFHW.device), text, return_dict=False)[0]
+        return out.float()
+
+
+class LtxFrames(FrameNetwork):
+    """LTX-Video. Raises UnsupportedModel without levels by frame."""
+
+    decoder = LtxDecoder
+
+    def _refuse(self, config: Any) -> None:
+        if (config.patch_size, config.patch_size_t) != (1, 1) or config.in_channels != config.out_channels:
+            raise UnsupportedModel(
+                f"patches of {config.patch_size_t} x {config.patch_size} x {config.patch_size}, {config.in_channels} "
+                f"channels in and {config.out_channels} out: a queue of frames needs patches of 1, and as many "
+                "channels out as in"
+            )
+
+    @classmethod
+    def load(cls, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> LTXPipeline:
+        options = with_dtype({name: value for name, value in options.items() if value is not None})
+        spared = needs.spared()
+        if not needs.transformers:
+            spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
+        return load_pipeline(str(folder), options | spared, kind=LTXPipeline)
+
+    @classmethod
+    def facts(cls, folder: Path) -> ModelFacts:
+        with torch.device("meta"):
+            vae = AutoencoderKLLTXVideo.from_config(AutoencoderKLLTXVideo.load_config(str(folder), subfolder="vae"))
+        return ModelFacts(
+            audio=None,
+            per_latent=vae.temporal_compression_ratio,
+            spatial=vae.spatial_compression_ratio,
+            late=latents_late(vae),
+            blends=False,
+        )
+
+    @classmethod
+    def encode(cls, pipe: LTXPipeline, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Return embeddings [1, T, D], see FrameNetwork. Masked padding is cut off, so that T differs between texts."""
+        text_BTD, mask, negative_BTD, negative_mask = _encoded(pipe, text, negative, options)
+        return _cut(text_BTD, mask), None if negative is None else _cut(negative_BTD, negative_mask)
+
+    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
+        net = self._transformer
+        _, _, frames, rows, columns = x_BCFHW.shape
+        found: Tensor = net(
+            hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
+            encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
+            timestep=_timesteps(sigmas, rows * columns).to(x_BCFHW.device),
+            encoder_attention_mask=None,  # `encode` removes padding
+            num_frames=frames,
+            height=rows,
+            width=columns,
+            rope_interpolation_scale=self._scale,
+            return_dict=False,
+        )[0]
+        return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
+
+
+def _encoded(pipe: Any, text: str, negative: str | None, options: Mapping[str, Any]) -> Any:
+    """What the pipeline's own `encode_prompt` returns."""
     has_guidance = negative is not None
     return pipe.encode_prompt(text, negative_prompt=negative, do_classifier_free_guidance=has_guidance, **options)
+
+
+def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+    return text_BTD[:, mask_BT[0].bool()]
+
+
+def _timesteps(sigmas: Sequence[float], tokens: int) -> Tensor:
+    """The timestep of each token, [1, F * tokens], with so many tokens per frame."""
+    return torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(tokens)[None]

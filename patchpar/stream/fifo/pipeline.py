@@ -12,10 +12,9 @@ from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.fifo.stage import fifo_plan
-from patchpar.stream.hub import local_folder
 from patchpar.stream.json_fields import number, text
 from patchpar.stream.messages import PromptUpdate
-from patchpar.stream.model_index import LTX, read_index, transformer_class
+from patchpar.stream.model_index import LTX, local_folder, read_index, transformer_class
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype

@@ -11,11 +11,9 @@ import torch
 from patchpar.comm.device_links import DeviceLinks
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.ltx import LtxFamily
 from patchpar.stream.fifo.model import FifoModel
-from patchpar.stream.fifo.network import ModelFamily
+from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
 from patchpar.stream.fifo.stage import FifoStage
-from patchpar.stream.fifo.wan import WanFamily
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
 from patchpar.stream.plan import StageSteps
@@ -27,14 +25,15 @@ class FifoRunner(StageRunner):
     """Denoises and decodes on one rank."""
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
-        family: ModelFamily = LtxFamily() if transformer_class(folder) == LTX else WanFamily()
+        family: type[FrameNetwork] = LtxFrames if transformer_class(folder) == LTX else WanFrames
         self._family = family
         denoises, rank = bool(stage.steps), self._context.rank
         parts = (HIGH_NOISE,) if denoises else ()
         needs = RequiredWeights(text=rank == 0, vae=rank == self._plan.decoder, transformers=parts)
         self._pipe = pipe = family.load(folder, needs, options)
         facts = family.facts(folder)
-        self._network = family.network(pipe.transformer, facts, self._config.fps)
+        scale = facts.per_latent / self._config.fps, float(facts.spatial), float(facts.spatial)
+        self._network = family(pipe.transformer, scale)
         self._decoder = None if pipe.vae is None else family.decoder(pipe.vae)
         self._to_device(pipe.vae, pipe.text_encoder, pipe.transformer if denoises else None)
         return facts

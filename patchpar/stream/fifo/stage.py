@@ -30,31 +30,27 @@ from patchpar.stream.stage_link import (
 )
 
 
-class StageNeighbours:
+class StageNeighbours(OutgoingMessages):
     """The exchange of context frames: received from the cleaner rank, sent to the noisier one."""
 
     def __init__(
         self, comm: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
     ) -> None:
+        super().__init__()
         self._comm, self._cleaner, self._noisier = comm, cleaner, noisier
         batch, channels, _, *size = frame.shape
         self._spec = TensorSpec((batch, channels, half - 1, *size), frame.dtype)
-        self._leaving = OutgoingMessages()
 
     def send(self, last: Tensor) -> None:
         """Send this rank's last frames, [1, C, half - 1, H, W], to the noisier rank. Raises ExchangeError."""
         if self._comm is not None and self._noisier is not None:
-            self._leaving.add(self._comm.send("context", WHERE, [self._noisier], [last.contiguous()]))
+            self.add(self._comm.send("context", WHERE, [self._noisier], [last.contiguous()]))
 
     def receive(self) -> Tensor | None:
         """Receive the cleaner rank's last frames, [1, C, half - 1, H, W]; None without one. Raises ExchangeError."""
         if self._comm is None or self._cleaner is None:
             return None
         return received(self._comm, "context", self._cleaner, [self._spec])[0]
-
-    def settle(self) -> None:
-        """Wait until all messages have been sent. Raises ExchangeError."""
-        self._leaving.settle()
 
 
 class FrameExit:

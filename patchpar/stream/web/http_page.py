@@ -39,10 +39,10 @@ def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> 
     """Return an app with a page of MJPEG. `names`: allowed host names."""
     app = _page("images", status, names, PageInputs())
 
+    @app.get("/images", response_model=None)
     async def images() -> StreamingResponse:
         return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
 
-    app.add_api_route("/images", images, methods=["GET"], response_model=None)
     return app
 
 
@@ -59,13 +59,13 @@ def video_page(
     """
     app = _page("video" if peers is None else "webrtc", status, names, inputs)
 
+    @app.websocket("/video")
     async def video(socket: WebSocket) -> None:
         if not await _accepted(socket):
             return
         receiver = PageReceiver(socket, inputs.microphone)
         await until_one_ends(_sent_whole(socket, feed), receiver.run())
 
-    app.add_api_websocket_route("/video", video)
     if inputs.camera is not None:
         _add_camera(app, inputs.camera)
     if peers is not None:
@@ -74,6 +74,7 @@ def video_page(
 
 
 def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
+    @app.post("/webrtc", response_model=None)
     async def offer(request: Request) -> JSONResponse:
         if not is_own_origin(request):
             return JSONResponse({"message": FOREIGN}, 403)
@@ -84,10 +85,9 @@ def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
         except PlanError as error:
             return JSONResponse({"message": str(error)}, 400)
 
-    app.add_api_route("/webrtc", offer, methods=["POST"], response_model=None)
-
 
 def _add_camera(app: FastAPI, camera: PageCamera) -> None:
+    @app.websocket("/camera")
     async def images(socket: WebSocket) -> None:
         if not await _accepted(socket):
             return
@@ -102,8 +102,6 @@ def _add_camera(app: FastAPI, camera: PageCamera) -> None:
         finally:
             camera.end(socket)
 
-    app.add_api_websocket_route("/camera", images)
-
 
 def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageInputs) -> FastAPI:
     app = FastAPI(title="patchpar stream", docs_url=None, redoc_url=None, openapi_url=None)
@@ -111,14 +109,14 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
     text = Path(__file__).with_name("watch.html").read_text(encoding="utf-8")
     text = text.replace("{{kind}}", kind).replace("{{inputs}}", inputs.names)
 
+    @app.get("/", response_model=None)
     async def page() -> HTMLResponse:
         return HTMLResponse(text, headers=FRESH)
 
+    @app.get("/status")
     async def state() -> dict[str, str]:
         return {"status": status()}
 
-    app.add_api_route("/", page, methods=["GET"], response_model=None)
-    app.add_api_route("/status", state, methods=["GET"])
     return app
 
 
