@@ -1,4 +1,4 @@
-"""Half an hour live with three viewers, one of which reads too slowly: memory of the server and of its ranks.
+"""A live stream with three viewers, one of which reads too slowly: memory of the server and of its ranks.
 
     python -m benchmarks.stream.viewers --write docs/figures/stream-viewers.md
     python -m benchmarks.stream.viewers --minutes 1        # sooner
@@ -182,7 +182,7 @@ def live(pipe: StreamingPipeline, screen: VideoScreen, seconds: float, looks: in
 
 def report(record: Record, late: float, viewed: Sequence[Viewed], plan: object, fps: float) -> Iterator[str]:
     """The page of figures."""
-    yield "# Half an hour live with three viewers"
+    yield "# Live with three viewers"
     yield ""
     yield (
         f"Made by `python -m benchmarks.stream.viewers`: {record.frames} frames, {record.seconds / 60:.1f} minutes "

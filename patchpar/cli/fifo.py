@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flag_values import check_deadline, check_guidance, check_length, check_seed
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_length, check_seed, refuse_torchrun
 from patchpar.cli.flags import Deadline, Debug, Format, Json, LocalDevices, Variant, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.stream.ranks import StreamRanks
@@ -55,6 +55,7 @@ class FifoFlags:
 
     def check(self) -> None:
         """Raise PlanError for invalid flags, before anything is started."""
+        refuse_torchrun("fifo")
         check_length(self.seconds)
         if self.restarts is not None and self.restarts < 0:
             raise PlanError(f"--restarts {self.restarts}: it must be at least 0")

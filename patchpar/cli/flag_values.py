@@ -24,6 +24,14 @@ def recovers(text: str) -> bool:
     return text == "on"
 
 
+def refuse_torchrun(verb: str) -> None:
+    """Raise PlanError under torchrun for a verb that starts workers of its own: each process would start them."""
+    from patchpar.launch.torchrun import torchrun_world
+
+    if torchrun_world() is not None:
+        raise PlanError(f"{verb} starts its own workers: start it without torchrun")
+
+
 def check_deadline(seconds: float) -> None:
     """Raise PlanError unless `--deadline` is finite and above 0."""
     if not 0 < seconds < float("inf"):

@@ -11,7 +11,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.demo import demo_package
-from patchpar.cli.flag_values import batch_of, check_deadline, recovers
+from patchpar.cli.flag_values import batch_of, check_deadline, recovers, refuse_torchrun
 from patchpar.cli.flags import (
     DEADLINE,
     Deadline,
@@ -198,8 +198,8 @@ def _check_kind(request: ServeFlags, loading: dict[str, Any], is_streamed: bool)
         if is_streamed:
             raise PlanError(f"{flag} {value}: {request.model} is a streaming model, without {flag}: leave it out")
         raise PlanError(
-            f"{flag} {value}: {request.model} is no streaming model, with a stream.json in its folder; leave it out, "
-            "or serve such a model, as embedded-face"
+            f"{flag} {value}: {request.model} is no streaming model, whose folder has a stream.json: leave {flag} out, "
+            "or serve a streaming model, such as embedded-face"
         )
 
 
@@ -272,10 +272,7 @@ def _measured(request: ServeFlags, plan: object) -> tuple[object, ...]:
 
 def _names(request: ServeFlags, plan: object) -> tuple[str, ...]:
     """Return the names of the devices; with a plan and "auto", as many as the plan takes."""
-    from patchpar.launch.torchrun import torchrun_world
-
-    if torchrun_world() is not None:
-        raise PlanError("serve starts its own workers: start it without torchrun")
+    refuse_torchrun("serve")
     count = getattr(plan, "world_size", None) if request.devices == "auto" else None
     return resolve_devices(count or request.devices).names
 

@@ -275,11 +275,13 @@ class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
         model = self._state.model
         return {*super().__dir__(), *(model.methods if model else ())}
 
+    def __reduce__(self) -> str:
+        return self._state.__reduce__()  # raises TypeError: a copy would have the same ranks
+
     def __repr__(self) -> str:
-        state = self._state
-        if state.executor is None or state.model is None:
+        if self._state.executor is None or (model := self._state.model) is None:
             return f"<{type(self).__name__}, closed>"
-        return f"<{type(self).__name__} of {state.model.pipeline} on {self.explain()}>"
+        return f"<{type(self).__name__} of {model.pipeline} on {self.explain()}>"
 
     @property
     def _executor(self) -> Executor:

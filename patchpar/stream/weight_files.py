@@ -4,6 +4,7 @@ They may have the names of Wan's own code, which models distilled from it keep.
 """
 
 import pickle
+import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.models.files import PICKLES
 
+NAMED = re.compile(r"(?:GLOBAL|class) ([\w.]+\w)")
+"""What torch names of a pickle that it does not read."""
 SUFFIXES = tuple(pattern.removeprefix("*") for pattern in PICKLES)
 PREFIXES = ("base_model.model.", "transformer.", "model.", "diffusion_model.")
 """What checkpoints, and LoRAs of PEFT and diffusers, put before the names."""
@@ -43,8 +46,10 @@ def read_entries(file: Path) -> dict[str, Any]:
             raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or .pt")
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
+        names = ", ".join(NAMED.findall(str(error))) or "a pickle of its own"  # torch's own way out is to run it
         raise PlanError(
-            f"{file} holds more than tensors, which could run code, so that it is not read: {error}"
+            f"{file} holds more than tensors ({names}), which could run code, so that it is not read: use a file of "
+            "tensors only, such as .safetensors"
         ) from error
     except (OSError, RuntimeError, SafetensorError, ValueError, EOFError) as error:
         raise PlanError(f"{file} cannot be read as a checkpoint: {error}") from error

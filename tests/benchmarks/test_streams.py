@@ -63,6 +63,7 @@ def test_long_streams_run(tmp_path: Path) -> None:
     long.main(["--blocks", "24", "--looks", "12", "--write", str(tmp_path / "long.md")])
     assert "24 blocks, 95 frames" in (tmp_path / "long.md").read_text()
     viewers.main(["--minutes", "0.3", "--looks", "20", "--write", str(tmp_path / "viewers.md")])
+    assert "hour" not in (tmp_path / "viewers.md").read_text()
     _, rows = contents((tmp_path / "viewers.md").read_text())[0]["tables"]
     assert [row["viewer"] for row in rows if int(row["fragments"]) > 0] == ["first", "second", "slow"]
 

@@ -247,6 +247,22 @@ def test_bad_use(words: tuple[str, ...], message: str, tmp_path: Path, monkeypat
     assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
+def test_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes would start all workers."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    journal = one_block(tmp_path / "a.jsonl", "embedded-face")
+    for verb, *words in (
+        ("stream", "--model", "none", "-o", tmp_path / "a.mp4"),
+        ("stream", "--input", "none", "-o", tmp_path / "a.mp4"),
+        ("replay", journal),
+        ("fifo", "a fox", "--model", "none", "-o", tmp_path / "a.mp4"),
+    ):
+        result = CliRunner().invoke(app, [verb, *map(str, words)])
+        assert result.exit_code == 2
+        assert f"{verb} starts its own workers: start it without torchrun" in result.stderr
+
+
 def test_the_limits_of_flags_are_those_of_streams() -> None:
     assert FPS == (config.LEAST_FPS, config.MOST_FPS)
 
@@ -321,8 +337,22 @@ def test_speech_comes_with_the_package(tmp_path: Path, monkeypatch: pytest.Monke
     assert [round(len(audio.samples) / audio.rate, 1) for audio in found] == [6.0, 0.5]
 
 
-def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:
-    """And a journal of which a line was changed is told from it, with the block from which it differs."""
+def test_a_stream_that_was_taken_down_is_made_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a journal of which a line was changed is told from it, with the block from which it differs.
+
+    What is written to the file is bit-equal. What is read from it is not always: x264's rate control (its macroblock
+    tree, with AVX-512) may quantise a frame a little finer or coarser where a machine is busy.
+    """
+    written: dict[Path, list[np.ndarray]] = {}
+
+    class Noted(video_file.StreamVideoFile):
+        def show(self, frames_FHWC: torch.Tensor, pts: float, audio_N: torch.Tensor | None) -> None:
+            written.setdefault(Path(self._path), []).append(frames_FHWC.numpy().copy())
+            super().show(frames_FHWC, pts, audio_N)
+
+    monkeypatch.setattr(video_file, "StreamVideoFile", Noted)
     journal, common = tmp_path / "session.jsonl", ("--devices", "cpu", "--model", folder)
     words = ("a fox", "--seconds", 0.5, "--record", journal, *common)
     result = run(*words, "-o", tmp_path / "a.mp4")
@@ -335,7 +365,12 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     result = again("-o", tmp_path / "b.mp4")
     assert result.exit_code == 0, result.stderr
     assert "3 blocks, every frame equal to the recording" in result.stdout
-    assert np.array_equal(decoded(tmp_path / "a.mp4")[0], decoded(tmp_path / "b.mp4")[0])
+    first, second = map(np.concatenate, written.values())
+    assert len(first) == 11
+    assert np.array_equal(first, second)
+    one, other = (decoded(tmp_path / name)[0].astype(float) for name in ("a.mp4", "b.mp4"))
+    assert np.abs(one - other).mean() < 5
+    assert np.abs(one - other[::-1]).mean() > 10, "frames in another order differ by more"
     head, *lines = journal.read_text().splitlines()
     lines[1] = json.dumps({**json.loads(lines[1]), "updates": [{"kind": "PromptUpdate", "text": "a hen"}]})
     journal.write_text("\n".join([head, *lines]) + "\n")

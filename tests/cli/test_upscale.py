@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,21 @@ def test_a_rank_without_a_result_saves_nothing(
     result = run("upscale", small, "--output", tmp_path / "large.png")
     assert result.exit_code == 0, result.output
     assert (result.stdout, (tmp_path / "large.png").exists()) == ("", False)
+
+
+def test_an_image_that_would_be_too_large_is_refused_before_a_model_is_loaded(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command, and by the function before it takes memory."""
+    path = tmp_path / "wide.png"
+    Image.new("L", (6250, 6250)).save(path)
+    result = run("upscale", path, "--scale", 16, "--model", "none", "--output", tmp_path / "large.png")
+    assert result.exit_code == 2
+    assert "at --scale 16 has 100000 x 100000 pixels: at most 80 million are taken" in " ".join(result.stderr.split())
+    monkeypatch.setattr(Image.Image, "resize", lambda *_, **__: pytest.fail("it was resized"))
+    pipe: Any = SimpleNamespace(description=SimpleNamespace(parameters=("image", "strength"), pipeline="P"))
+    with Image.open(path) as image, pytest.raises(PlanError, match="scale=16 has 100000 x 100000 pixels"):
+        patchpar.upscale(pipe, image, scale=16)
 
 
 @pytest.mark.parametrize(

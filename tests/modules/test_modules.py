@@ -97,6 +97,24 @@ def test_a_copy_that_fails_ends_the_call_of_all(tmp_path: Path) -> None:
         assert torch.equal(team(**call_of("unet")), want)
 
 
+@pytest.mark.parametrize("name", first_of(NETWORKS, "unet"))
+def test_a_change_of_autocast_is_compared_anew(name: str, tmp_path: Path) -> None:
+    """It rounds in another way, with other kernels; what was compared before stays known."""
+    plain = network(name)
+    with Team(copies(name), verify=tmp_path, ignore=["transformer_options"]) as team:
+        team(**call_of(name))
+        (exact,), error = set(tmp_path.iterdir()), team.error
+        with torch.autocast("cpu", torch.bfloat16):
+            found, want = team(**call_of(name)), plain(**call_of(name))
+        (other,) = set(tmp_path.iterdir()) - {exact}
+        assert "bfloat16" in other.read_text()
+        assert team.error != error
+        assert relative(found.float(), want.float()) <= CONTROL * 5
+        assert relative(team(**call_of(name)), plain(**call_of(name))) <= LIMIT
+        assert {*tmp_path.iterdir()} == {exact, other}
+        assert team.error == error
+
+
 def test_threads_enter_the_streams_of_their_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of CPUs there are none: what a GPU does with them is seen in tests/gpu."""
     entered: list[tuple[str, str]] = []

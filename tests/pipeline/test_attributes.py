@@ -235,7 +235,7 @@ def test_what_holds_a_parallel_pipeline_cannot_travel(parallel: ParallelPipeline
     """Nor can it be copied; in the words of neither is there a lock."""
     says, way_out = "a ParallelPipeline has ranks of its own", r"before ParallelPipeline\(pipe\)"
     refused = f"cannot be sent to worker processes: {says}.*{way_out}"
-    for copied in (copy.deepcopy, pickle.dumps):
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=says):
             copied(parallel)
     with pytest.raises(PlanError, match=refused):

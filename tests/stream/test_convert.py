@@ -219,8 +219,10 @@ def test_a_pickle_with_more_than_tensors_runs_nothing(base: Path, tmp_path: Path
         pickle.dump({"generator_ema": Touch(tmp_path / "touched")}, file)
     torch.save({"generator_ema": Touch(tmp_path / "touched")}, tmp_path / "worse.pt")
     for name in ("bad.pt", "worse.pt"):
-        with pytest.raises(PlanError, match=r"holds more than tensors, which could run code|cannot be read"):
+        with pytest.raises(PlanError, match=r"more than tensors \(.*\), which could run code|cannot be read") as error:
             convert_checkpoint(tmp_path / name, tmp_path / "model", base=base, family="self-forcing")
+        assert "weights_only" not in str(error.value), "torch tells how it could be run"
+        assert "\n" not in str(error.value)
     assert not (tmp_path / "touched").exists()
     assert not (tmp_path / "model").exists()
 

@@ -164,7 +164,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="cannot be read as a checkpoint"):
         merge_lora(transformer(), LoraFile.of(tmp_path / "a.pt"))
     torch.save({"lora_A": Touch(tmp_path / "touched")}, tmp_path / "code.pt")
-    with pytest.raises(PlanError, match="holds more than tensors, which could run code"):
+    with pytest.raises(PlanError, match=r"holds more than tensors \(.*\), which could run code"):
         merge_lora(transformer(), LoraFile.of(tmp_path / "code.pt"))
     assert not (tmp_path / "touched").exists()
 

@@ -143,6 +143,16 @@ def test_what_is_wrong_is_named(text: str, says: str) -> None:
         Plan.parse(text)
 
 
+@pytest.mark.parametrize("text", ["strategy=displaced", "cfg=2,strategy=fresh-edges:bits=4", "stage=2,strategy=pcpp"])
+def test_a_strategy_without_patches_is_refused_where_a_pipeline_is_asked_for_it(text: str) -> None:
+    """Nothing would be stale. In a plan by itself it stays possible: a job that has lost ranks goes on with one."""
+    assert Plan.parse(text).patch == 1
+    with pytest.raises(PlanError, match="with patch=1 are one: use patch=2 or more, or leave the strategy out"):
+        plan_asked_for(text)
+    assert plan_asked_for(f"patch=2,{text}") == Plan.parse(f"patch=2,{text}")
+    assert plan_asked_for("strategy=structure") == Plan(strategy="structure")
+
+
 def test_two_strategies_are_one_too_many() -> None:
     with pytest.raises(PlanError, match="has a strategy, and strategy=displaced is another"):
         plan_of("patch=2,strategy=fresh-edges", "displaced", "auto")

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flag_values import check_deadline, check_guidance, check_length, check_seed, check_strength
+from patchpar.cli.flag_values import (
+    check_deadline,
+    check_guidance,
+    check_length,
+    check_seed,
+    check_strength,
+    refuse_torchrun,
+)
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Json, LocalDevices, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import check_file
@@ -79,6 +86,8 @@ class StreamFlags:
 
     def check(self) -> None:
         """Raise PlanError for invalid flags, before anything is started."""
+        if not self.dry_run:
+            refuse_torchrun("stream")
         self._check_kind()
         self._check_speech()
         check_length(self.seconds)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
-from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flag_values import check_deadline, refuse_torchrun
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Json, LocalDevices
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
@@ -40,6 +40,7 @@ class ReplayFlags:
 def replay(request: ReplayFlags) -> None:
     """Generate a recorded stream again and compare it."""
     with friendly_errors(request.debug):
+        refuse_torchrun("replay")
         check_deadline(request.deadline)
         if request.output is not None:
             check_video(request.output)

@@ -29,6 +29,7 @@ from patchpar.pipeline.module.options import ModuleOptions
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.precision import autocast_dtype
 from patchpar.shard.unsupported_model import refuse_gradients, refused_in_words
 
 HOOK = "patchpar_module"
@@ -63,6 +64,7 @@ class ShardedModule:
         )
         self.denoiser.ignored = frozenset(options.ignore)
         self._hooks = HookSet()
+        self._autocast = autocast_dtype(transport.device.type)  # under which the latest call was computed
 
     def take_calls(self) -> None:
         """Let every call of the network be one that ranks compute together."""
@@ -103,6 +105,9 @@ class ShardedModule:
                 "after each step of the scheduler, or use strategy=exact"
             )
         refuse_gradients(self.module, str(plan), (args, kwargs))
+        if (autocast := autocast_dtype(self.transport.device.type)) != self._autocast:  # which rounds in another way
+            self._autocast = autocast
+            self.forget()
         self._clock.next_call()
         args, kwargs = with_own_lists((args, kwargs))  # some models write into them
         plain, start = partial(forward, *with_own_lists(args), **with_own_lists(kwargs)), time.perf_counter()
