@@ -82,7 +82,8 @@ def test_what_a_call_imports_for_its_output_says_nothing(monkeypatch: pytest.Mon
     (tmp_path / "speaks_when_imported.py").write_text(SPEAKS)
     monkeypatch.syspath_prepend(tmp_path)
     logger = logging.getLogger("transformers.utils.import_utils")
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(logger, "_cache", {})  # of levels, which may be those of an earlier test
     stated, handler = list[str](), logging.Handler()
     monkeypatch.setattr(handler, "handle", lambda record: stated.append(record.getMessage()))
     monkeypatch.setattr(logger, "handlers", [handler])
