@@ -106,9 +106,9 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
 	$(BIN)/python -m benchmarks.gpu.count --host-time --write docs/figures/gpu-counts.md
 	$(BIN)/python -m benchmarks.weights.fits --write docs/figures/fits.md
-	$(BIN)/python -m benchmarks.weights --heads 20 --ranks 4 2 --write docs/figures/weights.md
+	$(BIN)/python -m benchmarks.weights --write docs/figures/weights.md
 	$(BIN)/python -m benchmarks.weights.laws --seconds 5 --write docs/figures/weights-laws.md
-	$(BIN)/python -m benchmarks.weights.slowdown --ranks 2 --write docs/figures/weights-slowdown.md
+	$(BIN)/python -m benchmarks.weights.slowdown --write docs/figures/weights-slowdown.md
 	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
 	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
 	$(BIN)/python -m benchmarks.forecast.ranking --write docs/figures/ranking.md

@@ -2,7 +2,7 @@
 
     python -m benchmarks.weights --write docs/figures/weights.md
     python -m benchmarks.weights --heads 4 --double 1 --single 20 --ranks 2 --runs 1
-    python -m benchmarks.weights --heads 20 --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
+    python -m benchmarks.weights --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
 
 A FLUX-type transformer with random weights is saved in bfloat16 and loaded by CPU workers, in that dtype and in
 float16, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
@@ -35,7 +35,7 @@ Figures = dict[str, float]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=16, help="of 64 features each")
+    parser.add_argument("--heads", type=int, default=20, help="of 64 features each")
     parser.add_argument("--double", type=int, default=8, help="blocks with text and image apart")
     parser.add_argument("--single", type=int, default=20, help="blocks with both together")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
