@@ -233,6 +233,11 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         rf"\| no exchange at all \| {NUMBER} dB",
         [Figures("quality-dit", "PSNR, dB", {"heading": "256 x 256 pixels, 20 steps, flow", "method": "naive.*"})],
     ),
+    (
+        "tokens",
+        rf"is {NUMBER} times as fast as one process with its text split, and {NUMBER} times with all of it on both",
+        [Figures("tokens", "ratio", {"heading": "Text of joint attention"}, digits=2)],
+    ),
 ]
 
 
