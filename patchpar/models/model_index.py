@@ -7,7 +7,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import read_object
 
-INDEX = "model_index.json"
+INDEX, MODULAR = "model_index.json", "modular_model_index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,12 @@ class ModelIndex:
         """Return the index of a model folder. Raises PlanError if there is none, or if an entry is invalid."""
         file = folder / INDEX
         if not file.is_file():
-            raise PlanError(f"{folder} has no {INDEX}, so it is no diffusers model folder")
+            message = f"{folder} has no {INDEX}, so it is no diffusers model folder"
+            if (folder / MODULAR).is_file():
+                message += (
+                    f"; with {MODULAR} it is a modular pipeline: load it with diffusers, and use ParallelPipeline(pipe)"
+                )
+            raise PlanError(message)
         entries = read_object(file)
         listed = {name: entry for name, entry in entries.items() if isinstance(entry, list) and name[:1] != "_"}
         parts = [_part(file, name, entry) for name, entry in listed.items() if not _is_number_list(entry)]

@@ -90,7 +90,7 @@ class PipelineCall:
             if self.context.world_size > 1:  # heartbeats are read
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or not self.context.is_first:
-                stack.enter_context(_no_progress_bar(self.pipe))
+                stack.enter_context(no_progress_bar(self.pipe))
             stack.enter_context(_caches_reset_after_failure(self.pipe))
             stack.enter_context(empty_schedules_refused(self.pipe, arguments))
             return self.pipe(**arguments)
@@ -230,13 +230,24 @@ def _moved(value: Any, like: Any) -> Any:
 
 
 @contextmanager
-def _no_progress_bar(pipe: Any) -> Iterator[None]:
-    """Disable the progress bars of a pipeline and of pipelines inside it, as in Kandinsky's combined ones."""
-    with_bars = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
+def no_progress_bar(pipe: Any) -> Iterator[None]:
+    """Disable the progress bars of a pipeline, and of pipelines and blocks inside it."""
     with HookSet() as hooks:
-        for each in with_bars:
+        for each in _with_bars(pipe):
             hooks.replace(each, BAR, {**(vars(each).get(BAR) or {}), "disable": True})
         yield
+
+
+def _with_bars(pipe: Any) -> Iterator[Any]:
+    """Yield what shows a progress bar: a pipeline, those inside it, as in Kandinsky's combined ones, and blocks."""
+    yield pipe
+    yield from (each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))
+    blocks_left = [getattr(pipe, "_blocks", None)]
+    while blocks_left:
+        block = blocks_left.pop()
+        blocks_left += getattr(block, "sub_blocks", {}).values()
+        if hasattr(block, "set_progress_bar_config"):
+            yield block
 
 
 class HeartbeatHooks(HookSet):
