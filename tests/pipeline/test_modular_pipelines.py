@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from diffusers.modular_pipelines.stable_diffusion_xl import StableDiffusionXLAutoBlocks
 
 from patchpar import ParallelPipeline, PlanError
@@ -20,12 +21,17 @@ from .conftest import EXACT, QUICK, generator, relative_error
 CALL = {**QUICK, "output_type": "pt", "output": "images"}
 
 
-def modular(scale: float = 5.0) -> Any:
-    """A modular pipeline with the networks of a tiny SDXL, whose guider has this guidance scale."""
-    found = build("sdxl").pipe.components
-    pipe = StableDiffusionXLAutoBlocks().init_pipeline()
-    known = {name: part for name, part in found.items() if part is not None and name in pipe.component_names}
-    pipe.update_components(**known, guider=ClassifierFreeGuidance(guidance_scale=scale))
+def modular() -> Any:
+    """A modular pipeline with the networks of a tiny SDXL, whose guider has guidance on."""
+    pipe = with_parts_of("sdxl", StableDiffusionXLAutoBlocks())
+    pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=5.0))
+    return pipe
+
+
+def with_parts_of(name: str, blocks: Any) -> Any:
+    pipe = blocks.init_pipeline()
+    found = build(name).pipe.components
+    pipe.update_components(**{key: part for key, part in found.items() if part and key in pipe.component_names})
     return pipe
 
 
@@ -51,6 +57,27 @@ def test_images_are_those_of_one_process(plain: Any, split: ParallelPipeline, pl
     assert relative_error(images(split), want) <= EXACT
     assert relative_error(images(plain, seed=1), want) > 100 * EXACT
     assert split.last_run.plan.world_size == 2
+
+
+@pytest.mark.breadth
+def test_transformers_are_split_on_every_axis() -> None:
+    call = {
+        "prompt": "a small red house",
+        "num_inference_steps": 4,
+        "height": 64,
+        "width": 64,
+        "max_sequence_length": 16,
+    }
+    call |= {"output_type": "pt", "output": "images"}
+    pipe = with_parts_of("flux", FluxAutoBlocks())
+    want = (torch.as_tensor(pipe(**call, generator=generator())),)
+    with ParallelPipeline(pipe, devices="cpu:2", plan="patch=2") as split:
+        for plan in ("patch=2", "tensor=2", "stage=2", "patch=2,weights=sharded"):
+            split.plan = plan
+            assert relative_error((torch.as_tensor(split(**call, generator=generator())),), want) <= EXACT
+        split.plan = "patch=2,strategy=fresh-edges"
+        off = relative_error((torch.as_tensor(split(**call, generator=generator())),), want)
+        assert EXACT < off < 0.1
 
 
 def test_prompts_are_divided(plain: Any, split: ParallelPipeline) -> None:
