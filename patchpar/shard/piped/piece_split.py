@@ -70,6 +70,8 @@ class PieceSplit(TokenSplit):
 
         Raises UnsupportedModel.
         """
+        if self._is_whole and call.attn_mask is not None:
+            self._remember_mask(where, keys, call.attn_mask)
         if self.mode is None:
             return None
         entry = self._cache.entry(where)
@@ -103,8 +105,6 @@ class PieceSplit(TokenSplit):
             token = (2, batch, heads, width)
             entry.state = PieceMemory(slots, of_image, token, options, call.key, self._cache.workspace)
         entry.state.remember(*ordered, continues=entry.continues)
-        if call.attn_mask is not None:
-            self._remember_mask(where, keys, call.attn_mask)
 
     def _image_in(self, piece: int, where: str, keys: SplitTokens, image: TokenRanges) -> tuple[int, int]:
         """Return where the image's tokens begin among a piece's own, and how many they are."""
