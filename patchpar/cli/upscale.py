@@ -14,7 +14,7 @@ from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.errors import PlanError
-from patchpar.models.image_file import check_pixels, read_image_file
+from patchpar.models.image_file import enlarged_size, read_image_file
 from patchpar.models.task import RequestedTask
 
 MAX_SCALE = 16
@@ -64,8 +64,8 @@ def enlarge(request: UpscaleFlags) -> None:
     with friendly_errors(request.debug):
         request.check()
         image = read_image_file(request.image, str(request.image))
-        width, height = round(image.width * request.scale), round(image.height * request.scale)
-        check_pixels(width, height, f"{request.image} at --scale {request.scale:g}")  # before the model is loaded
+        label = f"{request.image} at --scale {request.scale:g}"
+        enlarged_size(image.width, image.height, request.scale, label)  # before the model is loaded
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
             requested_task = RequestedTask(verb="upscale", has_image=None)

@@ -79,6 +79,13 @@ def _in_eight_bits(image: "Image", label: str) -> "Image":
     return Image.fromarray((values >> 8).astype(np.uint8))
 
 
+def enlarged_size(width: int, height: int, scale: float, label: str) -> tuple[int, int]:
+    """Return `width` and `height` times `scale`, in pixels. Raises PlanError for more pixels than an image may have."""
+    size = (round(width * scale), round(height * scale))
+    check_pixels(*size, label)
+    return size
+
+
 def check_pixels(width: int, height: int, label: str, most_pixels: int = MOST_PIXELS) -> None:
     """Raise PlanError for an image or a frame of more than `most_pixels` pixels."""
     if width * height > most_pixels:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import check_pixels
+from patchpar.models.image_file import enlarged_size
 from patchpar.pipeline.auto_plan import choose_for_upscale
 
 if TYPE_CHECKING:
@@ -33,17 +33,10 @@ def upscale(
     on ranks of torchrun other than 0. Raises PlanError.
     """
     _check(pipe, scale, strength)
-    size = larger_size(image, scale)
+    size = enlarged_size(image.width, image.height, scale, f"the image at scale={scale:g}")
     resized = _continued(image.convert("RGB").resize(size, resample=3))
     output = pipe._call(choose_for_upscale, (), {"prompt": "", "image": resized, "strength": strength, **call})
     return None if output.images is None else output.images[0].crop((0, 0, *size))
-
-
-def larger_size(image: Image, scale: float) -> tuple[int, int]:
-    """Return width and height of `image`, enlarged, in pixels. Raises PlanError for more than an image may have."""
-    size = (round(image.width * scale), round(image.height * scale))
-    check_pixels(*size, f"the image at scale={scale:g}")
-    return size
 
 
 def _check(pipe: ParallelPipeline, scale: float, strength: float) -> None:
