@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import gradio as gr
@@ -10,9 +11,9 @@ import gradio as gr
 from .blocks import Preview
 from .job_queue import Job, JobView
 
-BEGIN_SECONDS = 0.03
-"""How long a page waits for its first update: a job that need not wait has sent its call to the workers by then, which
-the update, made in the same process, would hold up."""
+BEGIN_SECONDS = 0.35
+"""How long a page waits for its first update, for a job that need not wait: a short step has ended by then, whose ranks
+share their cores with this process and, on one machine, with the browser."""
 PREVIEW_SECONDS = 0.05
 """How long the number of a step waits for its preview, so that a page gets both in one update."""
 
@@ -29,21 +30,32 @@ async def updates_of(job: Job | None, show: Callable[[JobView | None], Any]) -> 
             loop.call_soon_threadsafe(changed.set)
 
     with job.listening(wake):
-        if not job.view.is_over:
-            await asyncio.sleep(BEGIN_SECONDS)
-            changed.clear()
         seen = job.view
-        yield show(seen)
-        while not seen.is_over:
-            await changed.wait()
-            changed.clear()
-            if job.view.version == seen.version:
-                continue
+        await _first_step(job, changed)
+        while True:
             if _lacks_preview(job.view, seen):
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(changed.wait(), PREVIEW_SECONDS)
             seen = job.view
             yield show(seen)
+            if seen.is_over:
+                return
+            await _until(partial(_has_changed, seen.version), job, changed)
+
+
+async def _first_step(job: Job, changed: asyncio.Event) -> None:
+    """Wait for the job's first step or its end, for BEGIN_SECONDS at most; not where other jobs are ahead of it."""
+    begun = _until(lambda view: bool(view.step or view.ahead or view.is_over), job, changed)
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(begun, BEGIN_SECONDS)
+
+
+async def _until(condition: Callable[[JobView], bool], job: Job, changed: asyncio.Event) -> None:
+    """Wait until it holds for the job's view. `changed` is set after the view has changed."""
+    changed.clear()
+    while not condition(job.view):
+        await changed.wait()
+        changed.clear()
 
 
 async def changes_of(updates: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -61,6 +73,10 @@ def _is_same(before: Any, value: Any) -> bool:
     """Whether an output need not be sent again. Values that take time to compare, such as images, are sent."""
     is_short = isinstance(value, str | Preview) or (isinstance(value, dict) and "value" not in value)
     return before is value or (is_short and bool(before == value))
+
+
+def _has_changed(version: int, view: JobView) -> bool:
+    return view.version != version
 
 
 def _lacks_preview(view: JobView, seen: JobView) -> bool:

@@ -248,22 +248,49 @@ def test_a_page_is_shown_every_change_until_the_end(queue: JobQueue) -> None:
     assert (seen[-1].state, seen[-1].result) == ("done", "done")
 
 
-def test_the_first_update_is_of_a_job_that_has_begun(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One update less while its call is on its way to the workers."""
-    monkeypatch.setattr("app.job_updates.BEGIN_SECONDS", 1.0)
-    begun = threading.Event()
+def first_update(queue: JobQueue, work: Callable[[Job], None]) -> JobView:
+    async def first() -> JobView:
+        return await anext(updates_of(queue.submit("A", "image", work), lambda view: view))
+
+    return asyncio.run(asyncio.wait_for(first(), 30))
+
+
+def test_the_first_update_has_the_first_step_and_its_preview(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update less while the ranks compute the step."""
+    monkeypatch.setattr("app.job_updates.BEGIN_SECONDS", 20.0)
+    monkeypatch.setattr("app.job_updates.PREVIEW_SECONDS", 20.0)
+    seen = threading.Event()
 
     def work(job: Job) -> None:
         job.show(note="generating", steps=2)
-        assert begun.wait(20)
+        job.show(step=1, steps=2)
+        job.show(preview="first")
+        assert seen.wait(20)
 
-    async def first() -> JobView:
-        found = await anext(updates_of(queue.submit("A", "image", work), lambda view: view))
-        begun.set()
-        return found
+    view = first_update(queue, work)
+    seen.set()
+    assert (view.state, view.note, view.step, view.preview) == ("running", "generating", 1, "first")
 
-    view = asyncio.run(asyncio.wait_for(first(), 30))
-    assert (view.state, view.note) == ("running", "generating")
+
+def test_a_long_first_step_is_not_waited_for(queue: JobQueue) -> None:
+    seen = threading.Event()
+
+    def work(job: Job) -> None:
+        job.show(note="generating", steps=2)
+        assert seen.wait(20)
+
+    view = first_update(queue, work)
+    seen.set()
+    assert (view.state, view.note, view.step) == ("running", "generating", 0)
+
+
+def test_a_job_behind_another_one_is_shown_at_once(queue: JobQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.job_updates.BEGIN_SECONDS", 40.0)
+    seen = threading.Event()
+    queue.submit("B", "image", lambda job: seen.wait(40))
+    view = first_update(queue, lambda job: None)
+    seen.set()
+    assert (view.state, view.ahead) == ("waiting", 1)
 
 
 def test_without_a_job_there_is_one_look() -> None:
