@@ -1,7 +1,10 @@
 """`CaptureDevice`: a microphone or a camera of this machine, through the input devices of FFmpeg in PyAV."""
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +26,8 @@ CAMERAS = {
     "win32": (("dshow", "video={}"),),
 }
 """FFmpeg's names of the kind of device and of the device, by platform; {}: a device has no name by default."""
+OPEN_SECONDS = 10.0
+"""FFmpeg reads from a device before it is open: so long may one deliver nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +44,22 @@ class CaptureDevice:
         return False
 
     def check(self) -> None:
-        """Open it and close it. Raises PlanError."""
-        with self._opened():
-            pass
+        """Open it and close it. Raises PlanError, also where nothing comes from it for OPEN_SECONDS."""
+        opened: Future[None] = Future()
+
+        def open_it() -> None:
+            try:
+                with self._opened():
+                    pass
+                opened.set_result(None)
+            except BaseException as error:  # noqa: BLE001  raised by `result`
+                opened.set_exception(error)
+
+        threading.Thread(target=open_it, name="patchpar-device", daemon=True).start()
+        try:
+            opened.result(OPEN_SECONDS)
+        except FutureTimeout:
+            raise PlanError(f"{self}: nothing came from it for {OPEN_SECONDS:g} s") from None
 
     def audio(self) -> Iterator[tuple[Tensor, int]]:
         """Yield samples [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
