@@ -1,10 +1,7 @@
 """`CaptureDevice`: a microphone or a camera of this machine, through the input devices of FFmpeg in PyAV."""
 
 import sys
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.launch.time_limit import TimedOut, time_limited
 from patchpar.models.image_file import check_pixels
 
 MICROPHONES = {
@@ -45,21 +43,14 @@ class CaptureDevice:
 
     def check(self) -> None:
         """Open it and close it. Raises PlanError, also where nothing comes from it for OPEN_SECONDS."""
-        opened: Future[None] = Future()
-
-        def open_it() -> None:
-            try:
-                with self._opened():
-                    pass
-                opened.set_result(None)
-            except BaseException as error:  # noqa: BLE001  raised by `result`
-                opened.set_exception(error)
-
-        threading.Thread(target=open_it, name="patchpar-device", daemon=True).start()
         try:
-            opened.result(OPEN_SECONDS)
-        except FutureTimeout:
+            time_limited(OPEN_SECONDS, self._open_and_close, "patchpar-device")
+        except TimedOut:
             raise PlanError(f"{self}: nothing came from it for {OPEN_SECONDS:g} s") from None
+
+    def _open_and_close(self) -> None:
+        with self._opened():
+            pass
 
     def audio(self) -> Iterator[tuple[Tensor, int]]:
         """Yield samples [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
