@@ -49,16 +49,20 @@ def check_apart(*paths: Path | None) -> None:
         raise PlanError(f"two outputs would be {twice}: name another file for one of them")
 
 
+class FullDisk(PatchparError):
+    """The disk takes no more of a file."""
+
+
 @contextmanager
 def full_disk_named(path: Path) -> Iterator[None]:
-    """Raise PatchparError that names `path` where the `with` block fails because the disk takes no more."""
+    """Raise FullDisk that names `path` where the `with` block fails because the disk takes no more."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
         way_out = "free some space there, or choose another path"
-        raise PatchparError(f"cannot write {path}: {error.strerror}; {way_out}") from error
+        raise FullDisk(f"cannot write {path}: {error.strerror}; {way_out}") from error
 
 
 @contextmanager

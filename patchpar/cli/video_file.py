@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.output_files import GrowingFile, check_can_write, save, written_whole
+from patchpar.cli.output_files import FullDisk, GrowingFile, check_can_write, full_disk_named, save, written_whole
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.web.video_file import FORMATS, GOOD
 
@@ -73,31 +73,46 @@ def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
 class StreamVideoFile:
     """One video file, with the size of the first frames. `rate`: samples per second of its audio; None for no audio.
 
-    `grows`: it is written in fragments, and appears with the first.
+    `written`: where it is meanwhile. `grows`: it is written in fragments, and appears with the first.
     """
 
-    def __init__(self, path: Path, suffix: str, fps: float, rate: int | None, grows: GrowingFile | None = None) -> None:
-        self._path, self._suffix, self._fps, self._rate, self._grows = path, suffix, fps, rate, grows
+    def __init__(
+        self, path: Path, written: str | Path, fps: float, rate: int | None, grows: GrowingFile | None = None
+    ) -> None:
+        self._path, self._written, self._fps, self._rate, self._grows = path, written, fps, rate, grows
         self._writer: Any = None
+        self._full: FullDisk | None = None
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Encode frames in uint8, the first at `pts` seconds, and their audio. Raises PlanError for odd sizes."""
-        if self._writer is None:
-            self._writer = self._opened(*frames_FHWC.shape[1:3])
-        self._writer.add(frames_FHWC, pts, audio_N)
+        """Encode frames in uint8, the first at `pts` seconds, and their audio.
+
+        Raises PlanError for odd sizes, and FullDisk, after which nothing more is written.
+        """
+        try:
+            with full_disk_named(self._path):
+                if self._writer is None:
+                    self._writer = self._opened(*frames_FHWC.shape[1:3])
+                self._writer.add(frames_FHWC, pts, audio_N)
+        except FullDisk as error:
+            self._full = error
+            raise
         if self._grows is not None:
             self._grows.appear()
 
     def close(self) -> None:
-        """Finish the file. Raises PatchparError if there was no frame."""
+        """Finish the file. Raises PatchparError if there was no frame; FullDisk, unless what it has can be played."""
         if self._writer is None:
             raise PatchparError("the stream ended before its first frame: there is nothing to save")
-        self._writer.close()
+        if self._full is None:
+            with full_disk_named(self._path):
+                self._writer.close()
+        elif self._grows is None:
+            raise self._full
 
     def _opened(self, height: int, width: int) -> Any:
         from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 
-        container, codec, audio = FORMATS[self._suffix]
+        container, codec, audio = FORMATS[self._path.suffix.lower()]
         form = VideoFormat(
             fps=self._fps,
             height=height,
@@ -109,7 +124,7 @@ class StreamVideoFile:
             options=GOOD[codec] if self._grows is None else GOOD[codec] | AT_ONCE[codec],
             muxing={} if self._grows is None else FRAGMENTS[container],
         )
-        return VideoWriter(str(self._path), form)
+        return VideoWriter(str(self._written), form)
 
 
 @contextmanager
@@ -121,11 +136,11 @@ def video_at(path: Path, fps: float, rate: int | None, *, is_endless: bool = Fal
     """
     if is_endless:
         with closing(GrowingFile(path)) as growing:
-            endless = StreamVideoFile(growing.temporary, path.suffix.lower(), fps, rate, growing)
+            endless = StreamVideoFile(path, growing.temporary, fps, rate, growing)
             yield endless
             endless.close()
         return
     with written_whole(path) as beside:
-        video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
+        video = StreamVideoFile(path, beside, fps, rate)
         yield video
         video.close()

@@ -7,11 +7,8 @@ import importlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -27,6 +24,7 @@ from patchpar.launch.accelerators import (
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
 from patchpar.launch.rendezvous import JOB
+from patchpar.launch.time_limit import TimedOut, time_limited
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -198,7 +196,7 @@ def _store_of_torchrun(own: GroupRank) -> Store:
             _STORES[job] = _opened_store(own)
         store = _STORES[job]
         number = store.add(f"patchpar groups of rank {own.rank}", 1)  # all ranks have formed as many
-    except (RuntimeError, ValueError, FutureTimeout) as error:
+    except (RuntimeError, ValueError, TimedOut) as error:
         raise LaunchError(
             f"rank {own.rank} cannot reach torchrun's store within {own.deadline:g} s: {_why_no_store(error)}"
         ) from error
@@ -207,23 +205,17 @@ def _store_of_torchrun(own: GroupRank) -> Store:
 
 
 def _opened_store(own: GroupRank) -> Store:
-    """Return the store that the environment names. Raises FutureTimeout, and RuntimeError and ValueError of torch.
+    """Return the store that the environment names. Raises TimedOut, and RuntimeError and ValueError of torch.
 
     In a thread, since torch waits without a limit for an answer of what has accepted its connection.
     """
     from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
 
-    opened: Future[Store] = Future()
+    def open_it() -> Store:
+        found = rendezvous("env://", own.rank, own.world_size, timeout=timedelta(seconds=own.deadline))
+        return next(found)[0]
 
-    def open_it() -> None:
-        try:
-            found = rendezvous("env://", own.rank, own.world_size, timeout=timedelta(seconds=own.deadline))
-            opened.set_result(next(found)[0])
-        except Exception as error:  # noqa: BLE001  raised by `result`
-            opened.set_exception(error)
-
-    threading.Thread(target=open_it, name="patchpar-store", daemon=True).start()
-    return opened.result(own.deadline + ANSWER_SECONDS)
+    return time_limited(own.deadline + ANSWER_SECONDS, open_it, "patchpar-store")
 
 
 def _why_no_store(error: Exception) -> str:
@@ -234,7 +226,7 @@ def _why_no_store(error: Exception) -> str:
     except socket.gaierror as unknown:
         if unknown.errno == socket.EAI_NONAME and host:
             return f"MASTER_ADDR={host} is no name of a machine that this one knows"
-    if isinstance(error, FutureTimeout):
+    if isinstance(error, TimedOut):
         return f"what listens at {host}:{port} does not answer: is it another program? {OTHER_PORT}"
     if "EADDRINUSE" in str(error):
         return f"another program has port {port}: {OTHER_PORT}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.launch.time_limit import TimedOut, time_limited
 from patchpar.models.image_file import check_pixels
 
 MICROPHONES = {
@@ -23,6 +24,8 @@ CAMERAS = {
     "win32": (("dshow", "video={}"),),
 }
 """FFmpeg's names of the kind of device and of the device, by platform; {}: a device has no name by default."""
+OPEN_SECONDS = 10.0
+"""FFmpeg reads from a device before it is open: so long may one deliver nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +42,13 @@ class CaptureDevice:
         return False
 
     def check(self) -> None:
-        """Open it and close it. Raises PlanError."""
+        """Open it and close it. Raises PlanError, also where nothing comes from it for OPEN_SECONDS."""
+        try:
+            time_limited(OPEN_SECONDS, self._open_and_close, "patchpar-device")
+        except TimedOut:
+            raise PlanError(f"{self}: nothing came from it for {OPEN_SECONDS:g} s") from None
+
+    def _open_and_close(self) -> None:
         with self._opened():
             pass
 

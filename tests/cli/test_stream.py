@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,14 +31,15 @@ from patchpar.cli import app, video_file
 from patchpar.cli.stream import live_inputs
 from patchpar.cli.stream.flags import FPS, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
-from patchpar.cli.stream.run import ProgressMeter, TimedFrames, paced, show_all
+from patchpar.cli.stream.run import ProgressMeter, StreamEnding, TimedFrames, paced, show_all
 from patchpar.cli.stream.video import _audio
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of
+from tests.cli.test_output_files import small_disk
 from tests.cli.test_real import assert_libraries_are_silent
 from tests.live.test_pages import jpegs
 from tests.stream.test_audio_file import tone, write_wav
@@ -571,6 +573,45 @@ def test_a_video_of_a_known_length_is_whole_or_is_not_there(tmp_path: Path) -> N
     assert left.name != "a.mp4"
     with pytest.raises(Exception, match="Invalid data"):
         decoded(left)
+
+
+def noise_parts(blocks: int) -> Iterator[TimedFrames]:
+    """Frames that take some 15 kB each."""
+    for block in range(blocks):
+        frames = torch.randint(0, 256, (4, 128, 128, 3), dtype=torch.uint8)
+        yield TimedFrames(frames=frames, pts=block / 5, audio=None, status="running")
+
+
+def test_a_full_disk_ends_a_stream_that_nobody_else_watches(tmp_path: Path) -> None:
+    """The file can be played until its last fragment, which is not whole, and the sentence names the file."""
+    path = tmp_path / "a.mp4"
+    session, meter = SimpleNamespace(in_flight=0, dropped=0), ProgressMeter()
+    with small_disk(), video_file.video_at(path, 20, None, is_endless=True) as video:
+        ending = show_all(noise_parts(100), session, [video], meter, lambda line: None, 20)
+    assert isinstance(ending.error, PatchparError)
+    assert str(ending.error).startswith(f"cannot write {path}: File too large; free some space there")
+    played = 0
+    with av.open(str(path)) as container, suppress(av.FFmpegError):
+        for _ in container.decode(video=0):
+            played += 1
+    assert 12 <= played <= meter.frames + 4 < 400
+
+
+@pytest.mark.parametrize("is_endless", [True, False])
+def test_a_full_disk_ends_no_stream_that_others_watch(
+    is_endless: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A video of a known length, which is whole or is not there, is not there."""
+    path, screen, ended = tmp_path / "a.mp4", Screen(), list[StreamEnding]()
+    session = SimpleNamespace(in_flight=0, dropped=0)
+    with suppress(PatchparError), small_disk(), video_file.video_at(path, 20, None, is_endless=is_endless) as video:
+        ended.append(show_all(noise_parts(40), session, [video, screen], ProgressMeter(), lambda line: None, 20))
+    assert len(screen.displayed) == 40
+    (ending,) = ended
+    assert isinstance(ending.error, PatchparError)
+    assert ending.seconds == 8
+    assert capsys.readouterr().err == f"{ending.error}. The stream goes on without it\n"
+    assert path.exists() == is_endless
 
 
 def killed_after(blocks: int, path: Path, kind: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,13 @@ def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:
     assert load_reference_image(image_of(broken), 24, 32).shape == (24, 32, 3)
 
 
-def test_another_site_may_send_nothing(served: Inputs) -> None:
+def test_another_site_may_send_nothing(served: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the terminal hears nothing of it: uvicorn takes a request that is refused for an error of the server."""
     screen, _, _ = served
+    logged = list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
     for path in ("/video", "/camera"):
         with opened(screen, path, origin=screen.page.url):
             pass
@@ -149,6 +155,7 @@ def test_another_site_may_send_nothing(served: Inputs) -> None:
             403,
             b"this request was made by another page: open this one itself",
         )
+    assert logged == []
 
 
 def test_a_page_that_may_send_nothing(served: Inputs) -> None:

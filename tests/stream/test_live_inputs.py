@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -350,3 +352,24 @@ def test_where_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     tested = {"linux": (("none", "default"), ("lavfi", "sine"))}
     monkeypatch.setattr(capture_device, "MICROPHONES", tested)
     assert str(microphone(None, "linux")) == "lavfi sine"
+
+
+def test_a_device_from_which_nothing_comes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """FFmpeg reads the first frame before a camera is open, without a limit: a pipe without data stands for one."""
+    os.mkfifo(tmp_path / "quiet")
+    writer = os.open(tmp_path / "quiet", os.O_RDWR)
+    monkeypatch.setattr(capture_device, "CAMERAS", {"linux": (("mjpeg", str(tmp_path / "quiet")),)})
+    monkeypatch.setattr(capture_device, "OPEN_SECONDS", 0.3, raising=False)
+    refused = list[str]()
+
+    def ask() -> None:
+        with pytest.raises(PlanError) as raised:
+            camera(None, "linux")
+        refused.append(str(raised.value))
+
+    asked = threading.Thread(target=ask, daemon=True)
+    asked.start()
+    asked.join(10)
+    os.close(writer)
+    assert len(refused) == 1
+    assert "quiet: nothing came from it for 0.3 s" in refused[0]

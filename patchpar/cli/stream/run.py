@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from patchpar.cli.console import print_json
+from patchpar.cli.output_files import FullDisk
 from patchpar.cli.video_file import StreamVideoFile, video_at
 from patchpar.stream.web.server import HOME, is_local
 from patchpar.stream.web.shutdown import INTERRUPTED, abandon_computation, exit_code
@@ -138,14 +139,15 @@ def show_all(
 ) -> StreamEnding:
     """Send all parts to all `screens`, until the stream ends by itself, by a signal or by an error.
 
-    Before the first frame there is nothing to keep: then the signal or the error is raised.
+    A file whose disk is full is an error at the end, where others still watch. Before the first frame there is nothing
+    to keep: then the signal or the error is raised.
     """
-    seconds = 0.0
+    seconds, left, full = 0.0, list(screens), None
     try:
         for part in parts:
             if part.frames is not None:
-                for screen in screens:
-                    screen.show(part.frames, part.pts, part.audio)
+                for screen in tuple(left):
+                    full = _output(screen, part, left) or full
                 seconds = part.pts + len(part.frames) / fps
                 meter.add(len(part.frames), session.in_flight)
             print_line(meter.line(part.status, session.in_flight, seconds))
@@ -154,8 +156,22 @@ def show_all(
             raise
         if isinstance(error, Exception):
             return StreamEnding(seconds=seconds, error=error)
-        return StreamEnding(seconds=seconds, code=exit_code(error))
-    return StreamEnding(seconds=seconds)
+        return StreamEnding(seconds=seconds, code=exit_code(error), error=full)
+    return StreamEnding(seconds=seconds, error=full)
+
+
+def _output(screen: FrameOutput, part: TimedFrames, left: list[FrameOutput]) -> FullDisk | None:
+    """Send frames to a screen. One whose disk is full is not `left` then; raises FullDisk if it is the last."""
+    try:
+        if part.frames is not None:
+            screen.show(part.frames, part.pts, part.audio)
+    except FullDisk as error:
+        if len(left) == 1:
+            raise
+        left.remove(screen)
+        typer.echo(f"{error}. The stream goes on without it", err=True)
+        return error
+    return None
 
 
 def paced(parts: Iterable[TimedFrames], clock: Any = time) -> Iterator[TimedFrames]:
@@ -243,10 +259,8 @@ class FrameOutputs:
         output = self.request.output
         if output is None:
             return self
-        return replace(
-            self,
-            videos=(stack.enter_context(video_at(output, self.fps, self.rate, is_endless=self.request.is_endless)),),
-        )
+        video = video_at(output, self.fps, self.rate, is_endless=self.request.is_endless)
+        return replace(self, videos=(stack.enter_context(video),))
 
     @property
     def all(self) -> list[FrameOutput]:

@@ -16,8 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TimedOut
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +25,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
+from patchpar.launch.time_limit import TimedOut, time_limited
 
 T = TypeVar("T")
 NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
@@ -127,17 +126,13 @@ class ProcessGroups:
 
 def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:
     """Return what `work` returns on a thread with the same current `device`. Raises TimedOut, and what it raises."""
-    found, own = Future[T](), f"{device.type}:{current_index(device)}"
+    own = f"{device.type}:{current_index(device)}"
 
-    def run() -> None:
-        try:
-            select_device(own)
-            found.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again by whoever waits
-            found.set_exception(error)
+    def run() -> T:
+        select_device(own)
+        return work()
 
-    threading.Thread(target=run, name="patchpar-connect", daemon=True).start()
-    return found.result(seconds)
+    return time_limited(seconds, run, "patchpar-connect")
 
 
 def urgent_options(timeout: timedelta) -> Any:

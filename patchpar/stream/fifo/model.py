@@ -16,7 +16,8 @@ from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
-from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, first_queue, generate_first_video
+from patchpar.stream.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
+from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.messages import StreamRun
 
 
@@ -35,7 +36,7 @@ class FifoModel:
 
     def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
-        noise = entering_noise(self._run.seed, block, self.payload()[0].shape)
+        noise = keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape)
         return (to_device(noise, self._network.device),)
 
     def apply(self, change: Change) -> None:

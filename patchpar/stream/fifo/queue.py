@@ -124,11 +124,6 @@ class FrameQueue:
         self._frames = made
 
 
-def entering_noise(seed: int, block: int, shape: tuple[int, ...]) -> Tensor:
-    """Return the noise of frame number `block`, [1, C, 1, H, W]."""
-    return keyed_noise(seed, block, FIRST_NOISE, shape)
-
-
 def generate_first_video(
     options: FifoOptions, noise_BCFHW: Tensor, velocity: Velocity, wanted: Callable[[], bool]
 ) -> Tensor:

@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ from patchpar.errors import LaunchError, PlanError
 
 HOME = "127.0.0.1"
 START_SECONDS, STOP_SECONDS = 30.0, 10.0
+REFUSED = "ASGI callable returned without completing handshake."
+"""What uvicorn logs as an error where a WebSocket was refused with a response of its own."""
 
 
 def is_local(host: str) -> bool:
@@ -27,6 +30,10 @@ def names_of(host: str) -> list[str]:
     """Return the host names that requests may use: on a loopback `host` it and local names, against DNS rebinding."""
     own = f"[{host}]" if ":" in host else host
     return [*dict.fromkeys(("localhost", HOME, "[::1]", own))] if is_local(host) else ["*"]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return record.getMessage() != REFUSED
 
 
 def _way_out(error: OSError | UnicodeError, flag: str) -> str:
@@ -82,6 +89,7 @@ class WebServer:
         config = uvicorn.Config(
             application, log_level="warning", timeout_graceful_shutdown=grace, ws_per_message_deflate=False
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="patchpar-port", daemon=True)
         self._thread.start()
