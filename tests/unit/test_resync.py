@@ -95,7 +95,7 @@ def test_a_budget_is_of_the_rank_that_sends_most() -> None:
             for _ in range(12):
                 clock.next_call()
                 found.append(state.begin("form"))
-                sent = [share * (100.0 if found[-1] else 10.0) for share in (of_first, of_second)]
+                sent = [part * (100.0 if found[-1] else 10.0) for part in (of_first, of_second)]
                 state.receive([[torch.tensor([0.09, 1.0, each])] for each in sent], fresh=found[-1])
                 clock.tick()
             return found
