@@ -31,7 +31,7 @@ _OF_ELEMENTS |= {"true_divide", "rsub", "neg", "__neg__", "abs", "sqrt", "rsqrt"
 _OF_ELEMENTS |= {"sigmoid", "tanh", "sign", "reciprocal", "clamp", "where", "lerp", "addcmul", "maximum", "minimum"}
 _OF_ELEMENTS |= {"to", "float", "half", "bfloat16", "double", "type", "type_as", "clone", "detach", "contiguous"}
 _OF_ELEMENTS |= {"zeros_like", "ones_like"}
-_BESIDE = {"chunk": 2, "cat": 1}  # functions along another dim, with the number of the argument `dim`
+_BESIDE = {"chunk", "cat"}  # of several tensors, or with several results: along another dim these have all bands
 
 
 class _Source:
@@ -187,15 +187,11 @@ def _void_like(x: Tensor) -> Tensor:
 
 
 def _keeps_bands(name: str, source: _Source, args: Any, kwargs: Any) -> bool:
-    """Whether a function computes each element alone, or is chunk or cat along another dim."""
+    """Whether a function computes each element alone, or is chunk or cat of tensors with all bands."""
     if name not in _BESIDE:
         return name in _OF_ELEMENTS
-    number = _BESIDE[name]
-    dim = kwargs.get("dim", args[number] if len(args) > number else 0)
     tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
-    ndim = tensors[0].ndim
-    alike = all(x.ndim == ndim and source.cuts(x) for x in tensors)
-    return alike and isinstance(dim, int) and (dim if dim < 0 else dim - ndim) != source.dim
+    return all(x.ndim == tensors[0].ndim and source.cuts(x) for x in tensors)
 
 
 def _plain(x: Any) -> Any:

@@ -123,6 +123,11 @@ def test_every_use_waits(use: Callable[[Tensor], Tensor]) -> None:
     assert torch.equal(source.pending, VALUES)
 
 
+def test_an_index_that_has_not_arrived_is_waited_for() -> None:
+    index = AsyncMessage([((), torch.int64)], torch.device("cpu"), lambda: [torch.tensor(1)]).tensors[0]
+    assert torch.equal(Source().pending[index], VALUES[1])
+
+
 def test_a_change_in_place_is_seen_by_all_who_hold_it() -> None:
     source = Source()
     part, copied = source.pending[0], source.pending.clone()

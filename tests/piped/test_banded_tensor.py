@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from typing import Any
 
 import diffusers
@@ -112,6 +114,7 @@ def banded(x: Tensor, dim: int = -2) -> BandedTensor:
         *(("x / y[..., :1]", True), ("x + y[0, 0, 0]", True), ("torch.cat([x, y])", True), ("x.chunk(2, 1)[1]", True)),
         *(("x.chunk(2, 2)[1]", False), ("torch.cat([x, y], -2)", False), ("x[:, :, 0]", False), ("x.mT", False)),
         *(("x.mean()", False), ("x.sum(1)", False), ("x.__iadd__(1)", False), ("x.flatten(1)", False)),
+        ("x * y[:, :, :1]", True),
         *(("torch.lerp(x, y, 0.3)", True), ("torch.where(y > 0, x, y)", True), ("x.to(torch.float64)", True)),
         *(("torch.add(x, y, out=torch.empty(2, 4, 4, 4))", False), ("x @ y", False), ("x.numpy().sum()", False)),
     ],
@@ -125,6 +128,35 @@ def test_functions(name: str, stays: bool) -> None:
         assert stays or not found._source.missing
         found = found.whole()
     assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
+def test_bands_of_other_rows_are_fetched_whole() -> None:
+    x = torch.randn(2, 4, 4)
+    parts = x.split((1, 3), -2)
+    other = BandedTensor.of(torch.full_like(x, torch.nan), -2, (1, 3), parts.__getitem__)
+    found = banded(x) + other
+    assert type(found) is Tensor
+    assert torch.equal(found, x + x)
+
+
+def test_nothing_looks_like_a_result_before_it_is_here() -> None:
+    found = banded(torch.randn(2, 4, 4)) * 2
+    assert bool(found.buffer.isnan().all())
+
+
+def test_where_a_band_comes_from_is_released_with_the_last_of_them() -> None:
+    """Else the prediction of each step would hold those of all steps before it."""
+    gc.disable()
+    try:
+        x = banded(torch.randn(2, 4, 4))
+        before, found = weakref.ref(x), x + 1
+        del x
+        found.band(0)
+        assert before() is not None
+        found.band(1)
+        assert before() is None
+    finally:
+        gc.enable()
 
 
 def test_a_function_that_returns_no_tensor() -> None:
@@ -149,6 +181,14 @@ def test_what_was_computed_of_a_tensor_that_changes_later_counts_too(write: str)
         results.append((twice, once, x))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found.whole() if isinstance(found, BandedTensor) else found, wanted)
+
+
+def test_what_was_computed_of_several_tensors_counts_when_any_of_them_changes() -> None:
+    values = torch.randn(2, 4, 4)
+    x, y = banded(values), banded(values)
+    found = x + y
+    y.zero_()
+    assert torch.equal(found.whole(), values + values)
 
 
 @pytest.mark.parametrize("view", ["x[:, 1]", "x.mT", "x.flatten(1)", "x.split(2, 1)[0]"])

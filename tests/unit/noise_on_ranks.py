@@ -79,6 +79,17 @@ def left_out(this: PoolRank) -> str:
     return ""
 
 
+def differently(this: PoolRank) -> str:
+    """What ranks learn if the last one samples other numbers of the same size."""
+    noise, _ = noise_on(this)
+    try:
+        with noise.open():
+            torch.randn(3) if this.rank + 1 == this.world else torch.rand(3)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
 def in_bands(this: PoolRank) -> list[float]:
     """Noise that a VAE in bands of two rows samples: ours of that of the whole image."""
 

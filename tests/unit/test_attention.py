@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attention
 
+from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, attend, merge_partials
 
 
@@ -66,3 +67,12 @@ def test_a_part_far_below_the_others_leaves_no_trace() -> None:
     near, far = Partial(out, torch.zeros(1, 1, 2)), Partial(9 * out, torch.full((1, 1, 2), -1e4))
     assert torch.equal(merge_partials([near, far]).out_BNlD, out)
     assert torch.equal(merge_partials([far, near]).out_BNlD, out)
+
+
+def test_the_smallest_number_of_a_wider_dtype_masks_all_keys() -> None:
+    q, k, v = torch.randn(3, 1, 1, 2, 8, generator=torch.Generator().manual_seed(0)).half()
+    bias = torch.tensor([[0.0, 0.0], [torch.finfo(torch.float32).min] * 2])
+    out, lse = attend_locally(q, k, v, bias=bias)
+    assert lse[0, 0].isneginf().tolist() == [False, True]
+    assert bool(out[0, 0, 0].any())
+    assert not bool(out[0, 0, 1].any())

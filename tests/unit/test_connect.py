@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect, extend
+from patchpar.comm.transport import Incoming, LinkTransport, Outgoing, TensorSpec, Transport, connect, extend
 from patchpar.errors import ExchangeError
 from patchpar.launch.links import PeerLink
 
@@ -174,6 +174,59 @@ def test_what_was_left_in_a_link_is_lost_with_it(endpoints: list[OnThread], rene
             early.wait()
     for line in lines:
         line.close()
+
+
+def test_ranks_that_could_exchange_no_more_go_on_over_another_link(endpoints: list[OnThread]) -> None:
+    pair = endpoints[:2]
+    with ThreadPoolExecutor(2) as threads:
+        lines = list(threads.map(lambda this: connect(this, ranks=(0, 1)), pair))
+        for line in lines:
+            line.poison("rank 1 was late")
+        assert list(threads.map(lambda line, this: extend(line, this, (0, 1)), lines, pair)) == [False] * 2
+        with pytest.raises(ExchangeError, match="rank 1 was late"):
+            lines[0].check("here")
+        renew(pair)
+        assert list(threads.map(lambda line, this: extend(line, this, (0, 1)), lines, pair)) == [True] * 2
+        assert list(threads.map(reported, lines, [2] * 2)) == [[1.0], [0.0]]
+    for line in lines:
+        line.close()
+
+
+def test_links_of_devices_end_with_the_connection_of_their_ranks(endpoints: list[OnThread]) -> None:
+    """What was in flight in them is lost, and a rank that has been started anew has none of them."""
+    pair = endpoints[:2]
+    with ThreadPoolExecutor(2) as threads:
+        hosts = list(threads.map(lambda this: connect(this, ranks=(0, 1)), pair))
+        lines = [LinkTransport(host, "gloo", str(host.rank)) for host in hosts]
+        for line in lines:
+            line.has_formed = True
+        renew(pair)
+        assert list(threads.map(lambda line, this: extend(line, this, (0, 1)), lines, pair)) == [True] * 2
+    for line in lines:
+        assert not line.has_formed
+        with pytest.raises(ExchangeError, match="a connection to another rank had ended"):
+            line.check("here")
+        line.close()
+
+
+class MadeLink:
+    """A link whose socket is there; without one, of a rank that is gone."""
+
+    def __init__(self, line: socket.socket | None) -> None:
+        self.line = line
+
+    def offer(self, give_up: float) -> socket.socket:
+        if self.line is None:
+            raise ConnectionResetError("it has closed the connection")
+        return self.line
+
+
+def test_ranks_that_have_connected_hear_at_once_that_another_has_not() -> None:
+    ours, theirs = socket.socketpair()
+    links: Any = {1: MadeLink(ours), 2: MadeLink(None)}
+    with theirs, pytest.raises(ExchangeError, match="rank 2 is gone"):
+        connect(OnThread(0, 3, links))
+    assert ours.fileno() == -1
 
 
 def renew(pair: list[OnThread]) -> None:

@@ -153,6 +153,24 @@ def test_ranks_that_stay_meet_a_new_one_in_new_groups() -> None:
         comm.transport.close()
 
 
+def test_one_rank_without_groups_is_enough_for_new_ones() -> None:
+    """As one that has been started anew, before the others have noticed."""
+    comms = [linked(host, str(host.rank)) for host in connected(3)]
+    on_each(comms, lambda comm: form_links(comm, range(3), LINKS))
+    drop_links(comms[1], "it has lost them")
+    assert on_each(comms, lambda comm: form_links(comm, range(3), LINKS)) == [None] * 3
+    assert [comm.transport.generation for comm in comms] == [2] * 3  # type: ignore[attr-defined]
+    assert on_each(comms, around) == [True] * 3
+    for comm in comms:
+        comm.transport.close()
+
+
+def test_a_rank_without_a_card_has_no_links() -> None:
+    links = DeviceLinks(pairs=((0, 1), (1, 2)), sets=((0, 1), (1, 2)))
+    assert links.between({0: "a", 1: "b", 2: ""}) == DeviceLinks(pairs=((0, 1),), sets=((0, 1),))
+    assert links.between({0: "a", 1: "a", 2: "b"}) == DeviceLinks(pairs=((1, 2),), sets=((1, 2),))
+
+
 def on_each(comms: list[Communicator], function: Callable[[Communicator], Any]) -> list[Any]:
     with ThreadPoolExecutor(len(comms)) as pool:
         return list(pool.map(function, comms))
@@ -170,3 +188,11 @@ def test_whether_a_connection_is_cut_is_known_without_reading() -> None:
     other.close()
     assert one.is_cut
     one.close()
+
+
+def test_a_connection_that_this_rank_has_closed_is_cut() -> None:
+    one, other = connected(2)
+    one._lines[1].link.close()
+    assert one.is_cut
+    one.close()
+    other.close()

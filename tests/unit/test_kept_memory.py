@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,11 +59,28 @@ def test_values_are_sent_where_they_lie() -> None:
         assert copied, "the control: other memory is copied"
 
 
+def test_what_lies_behind_memory_that_is_shared_is_copied() -> None:
+    def run(transport: SharedMemoryTransport) -> Any:
+        memory = kept(transport, registers=False)
+        descriptor = anonymous_file("test")
+        os.ftruncate(descriptor, 2 * SIZE)
+        transport.register(descriptor, memory[:SIZE])
+        os.close(descriptor)
+        ((received,),) = exchanged(transport, memory[SIZE // 2 : SIZE // 2 + SIZE]).wait()
+        return received.unique().tolist(), copies(transport)
+
+    for rank, found in enumerate(on_threads(2, run)):
+        assert found == ([2 - rank, 12 - rank], [SIZE])
+
+
 def test_memory_that_is_no_longer_shared_is_freed_when_it_has_been_read() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
         memory, line = kept(transport), transport._lines[1 - transport.rank]
+        (segment,) = transport._arena.segments.values()
         pending = exchanged(transport, memory[:SIZE])
         transport.unregister(memory)
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(segment.descriptor)
         transport.unregister(memory)
         copied = exchanged(transport, memory[:SIZE])
         found = [work.wait()[0][0].unique().tolist() for work in (copied, pending)]

@@ -28,6 +28,7 @@ ACTIVATIONS = {
     "none": [],
     "GELU": [nn.GELU()],
     "two": [nn.SiLU(), nn.Tanh()],
+    "SiLU twice": [nn.SiLU(), nn.SiLU()],
 }
 Way = Callable[[nn.Conv2d, Tensor, int, RawHalo], Tensor]
 
@@ -125,3 +126,9 @@ def test_a_gpu_copies_small_maps_and_mends_large_ones() -> None:
         assert copies_band(wide, small, has_halo=True)
         assert not copies_band(wide, small, has_halo=False), "on a CPU the bulk is convolved during the exchange"
         assert not copies_band(narrow, torch.empty(2, 4, 32, 128, device=device), has_halo=True)
+
+
+def test_a_dropout_in_training_is_no_silu() -> None:
+    for training, found in ((True, None), (False, True)):
+        activations = nn.SiLU(), nn.Dropout(0.5).train(training)
+        assert RawHalo(Halo(None, None), torch.zeros(3, 1), -2, activations).activates_by_silu is found

@@ -71,6 +71,71 @@ def test_a_budget_is_of_a_step_however_many_calls_it_has(calls: int) -> None:
     assert budget - 10 * calls <= mean <= budget + full * calls / steps
 
 
+def test_what_a_rank_reports_is_drift_and_bytes_of_this_call() -> None:
+    def run(transport: Any) -> list[list[float]]:
+        clock, found = StepClock(), []
+        state = StaleState(Communicator(transport), FreshEdges(budget=1.0).policy, clock)
+        for sent in (30, 20):
+            clock.next_call()
+            state.begin("form")
+            state.comm.traffic.book("kv", sent, 0)
+            state.cache.drift += torch.tensor([0.25, 0.5])
+            found += [x.tolist() for x in state.report(still_to_send=12)]
+            clock.tick()
+        return found
+
+    assert on_threads(1, run) == [[[0.25, 0.5, 42.0], [0.25, 0.5, 32.0]]]
+
+
+def test_a_budget_is_of_the_rank_that_sends_most() -> None:
+    def fresh_steps(of_first: float, of_second: float) -> list[bool]:
+        def run(transport: Any) -> list[bool]:
+            clock, found = StepClock(), []
+            state = StaleState(Communicator(transport), FreshEdges(budget=40.0 / MIB).policy, clock)
+            for _ in range(12):
+                clock.next_call()
+                found.append(state.begin("form"))
+                sent = [part * (100.0 if found[-1] else 10.0) for part in (of_first, of_second)]
+                state.receive([[torch.tensor([0.09, 1.0, each])] for each in sent], fresh=found[-1])
+                clock.tick()
+            return found
+
+        (found,) = on_threads(1, run)
+        return found
+
+    assert fresh_steps(0.1, 1.0) == fresh_steps(1.0, 0.1) == fresh_steps(1.0, 1.0)
+    assert fresh_steps(0.1, 0.1) != fresh_steps(1.0, 1.0), "the control: with less sent there is more to spend"
+
+
+def test_another_image_has_all_of_its_budget() -> None:
+    """Neither what the last one has spent counts, nor how many calls a step of it had."""
+
+    def run(transport: Any) -> list[list[bool]]:
+        clock = StepClock()
+        state = StaleState(Communicator(transport), FreshEdges(budget=40.0 / MIB).policy, clock)
+
+        def image(calls: int, drift: float) -> list[bool]:
+            state.reset()
+            clock.reset()
+            found = []
+            for _ in range(12):
+                for _ in range(calls):
+                    clock.next_call()
+                    found.append(state.begin("form"))
+                    sent = 100.0 if found[-1] else 10.0
+                    state.receive([[torch.tensor([drift, 1.0, sent])]], fresh=found[-1])
+                clock.tick()
+            return found
+
+        wanted = image(1, 0.04)
+        image(2, 0.09)
+        return [wanted, image(1, 0.04)]
+
+    ((wanted, found),) = on_threads(1, run)
+    assert 1 < sum(wanted) < 12
+    assert found == wanted
+
+
 def test_a_budget_below_a_stale_step_buys_nothing() -> None:
     steps, _ = spend(5.0, [0.3] * 30)
     assert steps == [True] + [False] * 29

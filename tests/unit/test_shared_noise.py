@@ -34,6 +34,12 @@ def test_a_rank_that_is_missed(ranks: Any) -> None:
         assert re.search(r"at noise 1 \(rand\): rank 2 (has not answered|is gone)", message)
 
 
+def test_ranks_that_sample_different_numbers_are_refused(ranks: Any) -> None:
+    """Else those of the first would be taken for what another distribution gives."""
+    for message in ranks.run(f"{ON_RANKS}:differently", 3):
+        assert "rank 1 rand (3,) float32, rank 2 randn (3,) float32" in message
+
+
 def test_noise_of_a_vae_in_bands_is_of_the_whole_image(ranks: Any) -> None:
     whole = torch.randn(4, 1, generator=torch.Generator().manual_seed(0)).flatten().tolist()
     assert ranks.run(f"{ON_RANKS}:in_bands", 2) == [whole[:2], whole[2:]]

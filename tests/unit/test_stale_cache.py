@@ -18,8 +18,10 @@ from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale import message_bucket
 from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
 from patchpar.shard.stale.state import StaleState
+from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.unit.threads import on_threads
 
@@ -73,6 +75,26 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
     for rank, found in enumerate(on_threads(2, run)):
         peer = 1 - rank
         assert found == ([1, 2], [5, 1, 3, 2, 4], [peer + 10.0 * number for number in (4, 0, 2, 1, 3)], 4 * 15)
+
+
+def test_buckets_that_never_return_leave_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(message_bucket, "MOST_MEMORIES", 4)
+
+    def run(transport: Any) -> int:
+        memory = memory_of(transport, bucket=1)
+        memory.begin(0, 0, FORM)
+        for number in range(10):
+            memory.send(part(transport, 1.0), "norm", memory.entry(f"norm {number}"))()
+        return len(memory.bucket.memories)
+
+    assert [0 < found <= 4 for found in on_threads(2, run)] == [True] * 2
+
+
+def test_a_workspace_that_has_grown_keeps_no_other_memory() -> None:
+    workspace, like = Workspace(), torch.ones(1)
+    small, large = (workspace.take((size,), like) for size in (2, 8))
+    assert small.data_ptr() != large.data_ptr()
+    assert workspace.take((2,), like).data_ptr() == large.data_ptr()
 
 
 def test_a_late_value_names_the_exchange_point_that_waits_and_the_shapes() -> None:
@@ -136,6 +158,29 @@ def test_another_form_begins_anew() -> None:
     assert not memory.begin(0, 1, ("another", "shape"))
     assert memory.entry("conv").own is None
     assert memory.begin(0, 2, ("another", "shape"))
+
+
+@pytest.mark.parametrize("how", ["another form", "another image", "end of the image"])
+def test_what_is_in_flight_is_waited_for_before_it_is_forgotten(how: str) -> None:
+    memory, asked = alone(), list[str]()
+    memory.begin(0, 0, FORM)
+    memory.entry("conv").pending = lambda: asked.append(how) or {}  # type: ignore[func-returns-value]
+    if how == "another form":
+        memory.begin(0, 1, ("another", "shape"))
+    elif how == "another image":
+        memory.reset()
+    else:
+        memory.settle()
+    assert asked == [how]
+
+
+def test_drift_is_that_of_one_call() -> None:
+    memory = alone()
+    memory.measures_drift = True
+    for evaluation in range(2):
+        memory.begin(0, evaluation, FORM)
+        assert memory.drift.tolist() == [0.0, 0.0]
+        memory.drift += torch.ones(2)
 
 
 def test_another_image_keeps_buffers_and_nothing_else() -> None:
@@ -226,8 +271,11 @@ def test_calls_that_pile_up_are_refused() -> None:
         memory.begin(MOST_CALLS, 0, FORM)
 
 
-def fresh_calls(steps: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
-    """Which calls are exact, of steps whose calls get these texts, beside a latent that is another in each call."""
+def fresh_calls(steps: Sequence[Sequence[Tensor]], *, listed: bool = False) -> list[list[bool]]:
+    """Which calls are exact, of steps whose calls get these texts, beside a latent that is another in each call.
+
+    `listed`: each in a list, as networks for texts of several lengths have them.
+    """
 
     def run(transport: Any) -> list[list[bool]]:
         clock = StepClock()
@@ -236,7 +284,8 @@ def fresh_calls(steps: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
             found.append([])
             for text in texts:
                 clock.next_call()
-                found[-1].append(state.begin(FORM, ((torch.zeros(2),), {"text": text, "list": [text]})))
+                given = {"texts": [text]} if listed else {"text": text}
+                found[-1].append(state.begin(FORM, ((torch.zeros(2),), given)))
             clock.tick()
         return found
 
@@ -244,16 +293,48 @@ def fresh_calls(steps: Sequence[Sequence[Tensor]]) -> list[list[bool]]:
     return found
 
 
-def test_a_call_with_another_text_than_in_each_step_before_is_exact() -> None:
+def test_warm_up_is_counted_in_steps() -> None:
+    """Of which a second-order solver evaluates each twice."""
+
+    def run(transport: Any) -> list[bool]:
+        clock = StepClock(order=2)
+        state, found = StaleState(Communicator(transport), DisplacedPatch(warmup_steps=2).policy, clock), []
+        for _ in range(6):
+            clock.next_call()
+            found.append(state.begin(FORM))
+            clock.tick()
+        return found
+
+    assert on_threads(1, run) == [[True] * 4 + [False] * 2]
+
+
+def test_a_state_that_begins_anew_ends_its_exchanges_as_before() -> None:
+    """With the call, where steps are captured as graphs."""
+
+    def run(transport: Any) -> list[bool]:
+        state = StaleState(Communicator(transport), DisplacedPatch().policy, StepClock())
+        before, state.cache.joins = state.anew().cache.joins, True
+        return [before, state.anew().cache.joins]
+
+    assert on_threads(1, run) == [[False, True]]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_call_with_another_text_than_in_each_step_before_is_exact(listed: bool) -> None:
     """A pipeline may stop to call the denoiser without the prompt, which it did first in each step, and begin again."""
     without, prompt = torch.zeros(1), torch.ones(1)
     both, one = [without, prompt], [prompt]
-    assert fresh_calls([both, both, both, one, one, one, both, both]) == [
+    assert fresh_calls([both, both, both, one, one, one, both, both], listed=listed) == [
         *([True, True], [False, False], [False, False]),
         *([True], [False], [False]),
         *([True, True], [False, False]),
     ]
-    assert fresh_calls([both[::-1], both[::-1], one, one]) == [[True, True], [False, False], [False], [False]]
+    assert fresh_calls([both[::-1], both[::-1], one, one], listed=listed) == [
+        [True, True],
+        [False, False],
+        [False],
+        [False],
+    ]
 
 
 def test_texts_that_are_made_in_each_step_say_nothing() -> None:

@@ -57,8 +57,27 @@ def test_a_late_rank_and_another_size_are_errors() -> None:
         other.send_recv([], [Incoming(0, (SPEC,))], "here").wait()
     one.send_recv([Outgoing((1,), (torch.ones(3),))], [], "here")  # the message that was waited for
     one.send_recv([Outgoing((1,), (torch.ones(3),))], [], "here")
-    with pytest.raises(ExchangeError, match=r"rank 0 sent \(3,\) torch.float32, but \(2,\) torch.float32"):
+    wrong = r"rank 0 sent \(3,\) torch.float32, but \(2,\) torch.float32"
+    with pytest.raises(ExchangeError, match=wrong):
         other.send_recv([], [Incoming(0, (SPEC,))], "here").wait()
+
+
+def test_ranks_that_wait_for_one_with_a_message_of_another_size_end_with_it() -> None:
+    one, other, third = transports(3, deadline=600)
+    one.send_recv([Outgoing((1,), (torch.ones(3),))], [], "here")
+    with pytest.raises(ExchangeError, match="rank 0 sent"):
+        other.send_recv([], [Incoming(0, (SPEC,))], "here").wait()
+    work = third.send_recv([], [Incoming(1, (SPEC,))], "there")
+    assert work.is_here(0)
+    with pytest.raises(ExchangeError, match="rank 0 sent"):
+        work.wait()
+
+
+def test_a_message_that_is_there_is_read_though_a_rank_has_failed() -> None:
+    one, other = transports()
+    one.send_recv([Outgoing((1,), (torch.ones(2),))], [], "here")
+    one.poison("it has lost its device")
+    assert other.send_recv([], [Incoming(0, (SPEC,))], "here").wait()[0][0].tolist() == [1.0, 1.0]
 
 
 def test_a_rank_that_has_waited_too_long_is_not_waited_for() -> None:
@@ -74,6 +93,7 @@ def test_a_rank_that_has_waited_too_long_is_not_waited_for() -> None:
 
 def test_a_rank_that_fails_ends_the_waits_of_others() -> None:
     one, two, three = transports(3, deadline=600)
+    one.send_recv([Outgoing((2,), (torch.zeros(2),))], [], "never read")
     work = two.send_recv([], [Incoming(0, (SPEC,))], "here")
     start = time.monotonic()
     threading.Timer(0.05, lambda: one.poison("it has lost its device")).start()
@@ -81,10 +101,14 @@ def test_a_rank_that_fails_ends_the_waits_of_others() -> None:
         work.wait()
     assert work.is_here(0)
     assert time.monotonic() - start < 60
+    two.poison("it has ended after the other")
+    with pytest.raises(ExchangeError, match="it has lost its device"):
+        three.send_recv([], [Incoming(1, (SPEC,))], "here").wait()
     with pytest.raises(ExchangeError, match="it has lost its device"):
         one.send_recv([], [], "here")
     for each in (one, two, three):
         each.recover()
+        each.deadline = 10.0
     one.mailboxes.clear()
     one.send_recv([Outgoing((1, 2), (torch.ones(2),))], [], "here")
     for each in (two, three):

@@ -12,8 +12,29 @@ from torch.nn import functional as F
 from patchpar.plan.bands import Bands
 from patchpar.plan.kv_selection import PooledRows, TokensAcross
 from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_bias
+from patchpar.shard.stale.token_slots import TokenSlots
 
 ROWS, ACROSS = 5, 7
+
+
+@pytest.mark.parametrize(
+    ("counts", "runs"),
+    [
+        ((4, 4, 4, 4), [(0, 1, 4), (2, 2, 4)]),
+        ((4, 4, 0, 4), [(0, 1, 4), (3, 1, 4)]),
+        ((0, 0, 4, 4), [(2, 2, 4)]),
+        ((3, 4, 4, 5), [(0, 1, 3), (2, 1, 4), (3, 1, 5)]),
+    ],
+)
+def test_neighbours_with_as_many_tokens_are_handled_together(
+    counts: tuple[int, ...], runs: list[tuple[int, int, int]]
+) -> None:
+    """Beside rank 1, and where ranks without tokens lie between, they do not follow each other."""
+    assert list(TokenSlots(counts).others(1)) == runs
+
+
+def test_ranks_apart_are_handled_alone() -> None:
+    assert list(TokenSlots((4, 0, 4, 4)).others(3)) == [(0, 1, 4), (2, 1, 4)]
 
 
 def grid_of(dim: int) -> LevelGrid:

@@ -105,6 +105,47 @@ def test_a_message_of_another_size_names_rank_peer_exchange_point_and_shapes() -
     assert second[0][0].shape == (4, 3)
 
 
+def test_after_a_message_of_another_size_nothing_is_exchanged() -> None:
+    """What comes next may belong to another exchange, too."""
+
+    def run(transport: SharedMemoryTransport) -> str:
+        with contextlib.suppress(ExchangeError):
+            send_recv(transport, 4 + transport.rank, 4)
+        if transport.rank:
+            return ""
+        with pytest.raises(ExchangeError) as caught:
+            transport.send_recv([], [], "conv_out")
+        return str(caught.value)
+
+    message, _ = on_threads(2, run)
+    assert re.match("rank 0 at conv_out: the ranks' connection is not used again.*rank 1 sent 60 bytes", message)
+
+
+def test_a_rank_that_waits_for_another_reads_what_others_send() -> None:
+    """Else rank 2 would be stuck in sending to it, and rank 1, for which it waits, would wait for rank 2."""
+    x, many = torch.zeros(1), 2000
+
+    def run(transport: SharedMemoryTransport) -> bool:
+        def send(peer: int) -> None:
+            transport.send_recv([Outgoing((peer,), (x,))], [], "here").wait()
+
+        def receive(peer: int) -> None:
+            transport.send_recv([], [Incoming(peer, (TensorSpec.of(x),))], "here").wait()
+
+        if transport.rank == 0:
+            receive(1)
+        elif transport.rank == 1:
+            receive(2)
+            send(0)
+        else:
+            for _ in range(many):
+                send(0)
+            send(1)
+        return True
+
+    assert on_threads(3, run) == [True] * 3
+
+
 def test_a_late_peer_is_named_after_the_deadline() -> None:
     def run(transport: SharedMemoryTransport) -> float:
         if transport.rank:
@@ -205,7 +246,9 @@ def test_closing_lets_go_of_everything() -> None:
     before = descriptors()
     for _ in range(3):
         transports = connected(3)
-        transports[0].send_recv([Outgoing((1, 2), (torch.zeros(8 << 20),))], [], "here")  # nobody reads it
+        x = torch.zeros(8 << 20)
+        transports[0].send_recv([Outgoing((1, 2), (x,))], [], "here")  # one of them reads it
+        transports[1].send_recv([], [Incoming(0, (TensorSpec.of(x),))], "here").wait()
         for transport in transports:
             transport.close()
             transport.close()
@@ -236,6 +279,50 @@ def test_messages_that_nobody_waits_for_any_more_keep_no_memory() -> None:
         return len(transport._arena.segments)
 
     assert on_threads(2, run) == [1, 1]
+
+
+def test_a_message_that_comes_after_nobody_waits_for_it_keeps_no_memory() -> None:
+    first, second = connected(2)
+    x = torch.ones(1 << 18)  # four of them fill the first segment
+    with contextlib.closing(first), contextlib.closing(second):
+        for _ in range(12):
+            second.send_recv([], [Incoming(0, (TensorSpec.of(x),))], "there")  # and dropped
+            second.send_recv([Outgoing((0,), (torch.ones(1),))], [], "there")  # when it has not come yet
+            first.send_recv([Outgoing((1,), (x,))], [Incoming(1, (TensorSpec((1,), x.dtype),))], "there").wait()
+            second.send_recv([Outgoing((0,), (torch.ones(1),))], [], "there")
+            first.send_recv([], [Incoming(1, (TensorSpec((1,), x.dtype),))], "there").wait()
+        assert len(first._arena.segments) == 1
+
+
+def test_a_connection_that_is_replaced_frees_what_its_peer_has_not_read_and_nothing_else() -> None:
+    first, second, third = transports = connected(3)
+    x, (line, _other) = torch.ones(3), socket.socketpair()
+
+    def read(by: SharedMemoryTransport) -> None:
+        by.send_recv([], [Incoming(0, (TensorSpec.of(x),))], "there").wait()
+        assert first.state_of(by.rank) == "open"  # takes note of what has been read
+
+    first.send_recv([Outgoing((1, 2), (x,))], [], "there")
+    read(second)
+    first.send_recv([Outgoing((1,), (x,))], [], "there")
+    first.add({1: line})
+    (segment,) = first._arena.segments.values()
+    assert segment.unread == 1
+    read(third)
+    assert segment.unread == 0
+    for transport in transports:
+        transport.close()
+
+
+def test_of_several_reasons_the_first_is_named() -> None:
+    (transport,) = connected(1)
+    transport.poison("rank 1 is gone")
+    transport.poison("the call has failed")
+    with pytest.raises(ExchangeError, match="rank 1 is gone"):
+        transport.check("conv_in")
+    transport.recover()
+    transport.check("conv_in")
+    assert not transport.is_poisoned
 
 
 @pytest.mark.parametrize("name", ["map_segment", "receive_with_descriptors"])

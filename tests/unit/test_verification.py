@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.installed_weights import ranks_of_plain_call
 from patchpar.plan.mesh import Axis, Mesh
@@ -19,7 +21,15 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.tensor.agreed_cache import agreed
-from patchpar.shard.verification import ROUNDINGS, Comparison, arguments_of, call_signature, verify_once
+from patchpar.shard.verification import (
+    ROUNDINGS,
+    Comparison,
+    arguments_of,
+    call_signature,
+    largest_error,
+    relative_error,
+    verify_once,
+)
 from patchpar.shard.verification_cache import VerificationCache
 from tests.unit.threads import on_threads
 
@@ -41,6 +51,42 @@ def test_what_changes_the_computation_is_another_call(change: dict[str, Any]) ->
 def test_another_step_is_the_same_call(step: float) -> None:
     assert call_signature(call(timestep=step)) == call_signature(call())
     assert arguments_of(call(timestep=step)) == arguments_of(call())
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_is_no_number_is_infinitely_wrong(wrong: float) -> None:
+    """The largest of several errors would hide NaN."""
+    error = relative_error(torch.tensor([1.0, wrong]), torch.ones(2))
+    assert max(0.0, error) == max(error, 0.0) == math.inf
+
+
+def test_an_error_that_is_no_number_is_above_every_limit() -> None:
+    def run(transport: Any) -> float:
+        mesh = Communicator(transport), Axis("patch", transport.rank, 2, (0, 1))
+        return largest_error(mesh, [[Comparison(math.nan if transport.rank else 0.0, 1.0)]], "Linear in bands")
+
+    assert [type(each) for each in on_threads(2, run)] == [VerificationError] * 2
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_ranks_with_different_networks_are_refused_on_all_of_them(tmp_path: Path, differ: bool) -> None:
+    def run(transport: Any) -> float:
+        cache = VerificationCache(tmp_path / str(transport.rank))
+        mesh = Communicator(transport), Axis("patch", transport.rank, 2, (0, 1))
+        facts = {"denoiser": "Linear", "fingerprint": transport.rank if differ else 0}
+        counted = mesh[0].traffic
+        try:
+            return verify_once(cache, facts, mesh, lambda: [[Comparison(0.0, 1.0)]], "Linear in bands")
+        finally:
+            assert mesh[0].traffic is counted
+            assert counted.total_bytes == 0, "these exchanges are no part of a call"
+
+    found = on_threads(2, run)
+    if differ:
+        assert [type(each) for each in found] == [UnsupportedModel] * 2
+        assert all("the ranks hold different networks" in str(each) for each in found)
+    else:
+        assert found == [0.0] * 2
 
 
 def test_a_network_is_the_same_when_what_was_loaded_into_it_is_unloaded() -> None:
