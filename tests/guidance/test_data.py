@@ -315,11 +315,12 @@ def test_an_image_given_as_often_as_there_are_prompts_is_that_of_one_call() -> N
     assert error(on_all("sd_img2img", 2, call | {"image": [image] * 2})[0], alone("sd_img2img", call)[0]) <= 1e-5
 
 
-def test_a_scheduler_that_samples_by_itself_is_refused() -> None:
+@pytest.mark.parametrize("name", ["VQDiffusionScheduler", "AmusedScheduler"])
+def test_a_scheduler_that_samples_by_itself_is_refused(name: str) -> None:
     pipe = tiny.build("sd")
-    fake = type("Pipe", (), {"scheduler": type("AmusedScheduler", (), {})()})()
+    fake = type("Pipe", (), {"scheduler": type(name, (), {})()})()
     with (
-        pytest.raises(PlanError, match=r"AmusedScheduler.*another scheduler"),
+        pytest.raises(PlanError, match=rf"{name}.*another scheduler"),
         as_one_call(fake, pipe.call_kwargs | {"prompt": PROMPTS}, 0, 2),
     ):
         pass

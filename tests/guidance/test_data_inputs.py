@@ -18,7 +18,7 @@ from patchpar.strategies.data.noise import BROWNIAN, NoiseRows, noise_of_whole_b
 from patchpar.strategies.data.split import as_one_call, split_call
 from tests import tiny
 from tests.breadth import first_of
-from tests.guidance.test_data import PROMPTS, alone, error, generators, on_all
+from tests.guidance.test_data import LATENT, PROMPTS, alone, error, generators, on_all
 from tests.tiny import sample_images
 
 ENCODED_IN_TURN = ("ltx_image", "cogvideox_image")
@@ -109,6 +109,15 @@ def test_latents_of_sound_that_an_earlier_call_has_returned() -> None:
     again = {name: call[name] for name in ("prompt", "num_inference_steps")} | {"generator": generators(2)}
     again |= {"latents": first.frames, "audio_latents": first.audio, "noise_scale": 0.5}
     assert error(on_all("ltx2", 2, again)[0], alone("ltx2", again)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["consistency", "ddpm"])
+def test_images_without_prompts_are_counted_by_the_batch_size(name: str) -> None:
+    call = {"batch_size": 3, "num_inference_steps": 2, "generator": generators(1)[0], "output_type": "pt"}
+    call |= {"class_labels": [1, 2, 3]} if name == "consistency" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LATENT, "output_type", "pt")
+        assert error(on_all(name, 2, call)[0], alone(name, call)[0]) <= 1e-5
 
 
 class Interval:

@@ -71,7 +71,7 @@ ENCODED_ONCE = {  # for all prompts, with noise that asks no generator
     "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
 }
 NEGATIVE_SIZES = ("negative_original_size", "negative_target_size")
-OWN_NOISE = ("AmusedScheduler",)  # schedulers that sample noise for a whole batch themselves
+OWN_NOISE = ("AmusedScheduler", "VQDiffusionScheduler")  # schedulers that sample noise for a whole batch themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
     _refuse_sizes_in_turn(pipe, kwargs)
 
     def divided(name: str, value: Any) -> Any:
+        if name == "batch_size" and value == part.total:
+            return part.stop - part.start
         if name == by_condition:
             return divided_conditions(pipe, name, value, part.total, lambda each: each[part.rows(len(each))])
         return _divided(name, value, part, kwargs)
@@ -168,7 +170,7 @@ def _count_prompts(kwargs: Mapping[str, Any]) -> int:
     for name in COUNTING:
         if kwargs.get(name) is not None:
             return _entries(name, kwargs[name]) or 1
-    return 1
+    return kwargs.get("batch_size") or 1
 
 
 def _entries(name: str, value: Any) -> int | None:
