@@ -102,7 +102,7 @@ def test_a_tensor_with_as_many_rows_as_prompts_of_unknown_meaning_is_refused() -
     assert split_call({"prompt": PROMPTS, "conditioning_scale": scales}, 0, 2)["conditioning_scale"] is scales
 
 
-def test_latents_of_sound_that_an_earlier_call_has_returned() -> None:
+def test_latents_of_audio_that_an_earlier_call_has_returned() -> None:
     ltx = tiny.build("ltx2")
     call = ltx.call_kwargs | {"prompt": PROMPTS[:2], "num_inference_steps": 2, "output_type": "latent"}
     first = ltx.pipe(**call | {"generator": generators(2)})
