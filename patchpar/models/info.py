@@ -99,9 +99,14 @@ class PipelineInfo:
         of_image = OF_IMAGE in self.parameters and kwargs.get("image") is not None
         return 2 + perturbed + of_image
 
+    @property
+    def guided_by_true_scale(self) -> bool:
+        """Whether `true_cfg_scale` with a negative prompt decides whether it applies guidance, and no other scale."""
+        return "true_cfg_scale" in self.parameters and not self.guided_by_its_scale
+
     def _classifier_free(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call has two branches. A distilled denoiser has them with `true_cfg_scale` only."""
-        if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
+        if self.guided_by_true_scale:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
         if self.distilled or _number(kwargs.get(OF_IMAGE, self.parameters.get(OF_IMAGE, 1))) < 1:

@@ -10,7 +10,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import kind_of
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.caption_words import unknown_words
-from patchpar.models.info import DENOISERS, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
+from patchpar.models.info import DENOISERS, NAMED_FOR_GUIDANCE, PipelineInfo, refuse_compiled_denoisers, refuse_parallel
 from patchpar.models.size_grid import check_side
 from patchpar.models.split_facts import SplitFacts
 from patchpar.models.task import ANY_PROMPT
@@ -211,16 +211,24 @@ def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], d
     elif plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
-        scale = f"guidance_scale > {model.guides_above:g}"
-        way_out = f"pass {scale} (with a negative prompt where the pipeline wants one)"
-        if model.guides_above == math.inf:
-            way_out = f"{model.pipeline} of a distilled model has none at any scale: use another model"
-        if model.guider_branches is not None:
-            way_out = "set pipe.guider to one that guides, such as ClassifierFreeGuidance(guidance_scale=5.0)"
         reason = f"plan {plan} splits guidance over axis 'cfg', but this call uses none"
-        raise PlanError(f"{reason}: {way_out}, or use cfg=1")
+        raise PlanError(f"{reason}: {_way_to_guidance(model)}, or use cfg=1")
     if plan.data > 1:
         PromptSlice.of(kwargs, 0, plan.data)
+
+
+def _way_to_guidance(model: PipelineInfo) -> str:
+    """Return what a call without guidance would need to have it, in the words of its own arguments."""
+    if model.guider_branches is not None:
+        return "set pipe.guider to one that guides, such as ClassifierFreeGuidance(guidance_scale=5.0)"
+    if model.guided_by_true_scale:
+        return "pass true_cfg_scale > 1 and a negative_prompt"
+    if model.distilled or model.guides_above == math.inf:
+        return f"{model.pipeline} of a distilled model has none at any scale: use another model"
+    scale = next((name for name in NAMED_FOR_GUIDANCE if name in model.parameters), None)
+    if scale is None:
+        return f"{model.pipeline} has none in any call"
+    return f"pass {scale} > {model.guides_above:g} (with a negative prompt where the pipeline wants one)"
 
 
 def _check_large(model: PipelineInfo, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:

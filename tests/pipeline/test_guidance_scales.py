@@ -14,6 +14,7 @@ from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import check_plan_for
 from tests.breadth import first_of
 from tests.tiny import BUILDERS, build
+from tests.tiny.cascade_pipelines import cascade
 
 from .conftest import EXACT, Hold, generator, relative_error
 
@@ -83,3 +84,20 @@ def test_a_distilled_model_that_never_guides(hold: Hold) -> None:
     want = pipe(**call, generator=generator())
     with hold(pipe) as parallel:
         assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("pipe", "call", "way_out"),
+    [
+        (lambda: build("sd").pipe, {"guidance_scale": 1.0}, r"pass guidance_scale > 1 \(with a negative prompt"),
+        (lambda: build("flux").pipe, {"guidance_scale": 3.5}, "pass true_cfg_scale > 1 and a negative_prompt, or"),
+        (lambda: build("svd").pipe, {"max_guidance_scale": 1.0}, "pass max_guidance_scale > 1"),
+        (lambda: build("flux2").pipe, {"guidance_scale": 4.0}, "a distilled model has none at any scale: use another"),
+        (lambda: cascade()[0], {}, "pass decoder_guidance_scale > 1"),
+        (lambda: build("ddpm").pipe, {}, "DDPMPipeline has none in any call, or use cfg=1"),
+    ],
+    ids=["sd", "flux", "svd", "flux2", "cascade", "ddpm"],
+)
+def test_the_way_to_guidance_is_that_of_the_pipeline(pipe: Any, call: dict[str, Any], way_out: str) -> None:
+    with pytest.raises(PlanError, match=way_out):
+        check_plan_for(describe(pipe()), Plan.parse("cfg=2"), {"prompt": "a red house", **call})

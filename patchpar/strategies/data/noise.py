@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from diffusers.utils import torch_utils
@@ -16,6 +16,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.shard.hooks import HookSet
 
+BROWNIAN = "diffusers.schedulers.scheduling_dpmsolver_sde"
 LEAST_DIMS = 4
 """Of what pipelines sample by torch itself and not by diffusers' function: fewer dims are of one image."""
 
@@ -33,11 +34,15 @@ class NoiseRows:
     def check(self, rows: int) -> None:
         """Refuse rows of unknown order: sampled without the given generator, and not one for each image (PlanError)."""
         if rows != self.own * self.images:
-            raise PlanError(
-                f"{self.pipeline} samples noise for {rows} rows from torch's own generator, though it was given "
-                f"another one: which of them belong to which of {self.own * self.images} images is not known, so that "
-                "data ranks may give other images. Use data=1 for this call"
-            )
+            self.refuse(rows, "torch's own generator, though it was given another one")
+
+    def refuse(self, rows: int, source: str) -> NoReturn:
+        """Raise PlanError for rows of unknown order."""
+        raise PlanError(
+            f"{self.pipeline} samples noise for {rows} rows from {source}: which of them belong to which of "
+            f"{self.own * self.images} images is not known, so that data ranks may give other images. Use data=1 for "
+            "this call"
+        )
 
 
 class NoiseOfAll:
@@ -70,13 +75,31 @@ class NoiseOfAll:
             return self._randn_like(x, **more)
         return self._sampled(self._randn, x.shape, None, dtype=x.dtype, device=x.device)
 
+    def brownian_tree(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """In place of diffusers' tree of noise, which schedulers such as DPM++ SDE seed once for the whole batch.
+
+        A tree for each row, as of a list of seeds, stays as it is. The function raises PlanError.
+        """
+
+        def tree(x: Tensor, t0: float, t1: float, seed: Any = None, **more: Any) -> Callable[..., Tensor]:
+            if isinstance(seed, list):
+                return plain(x, t0, t1, seed, **more)
+            if len(x) % self._rows.own:
+                self._rows.refuse(len(x), "one seed")
+            whole = plain(x.new_zeros(self._whole(x.shape)), t0, t1, seed, **more)
+            return lambda *times: whole(*times)[self._rows.rows(len(x) // self._rows.own * self._rows.total)]
+
+        return tree
+
+    def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return shape[0] // self._rows.own * self._rows.total, *shape[1:]
+
     def _sampled(self, plain: Callable[..., Tensor], shape: Sequence[int], generator: Any, **more: Any) -> Tensor:
         if not self._is_of_all(shape[0], generator):
             return plain(shape, generator=generator, **more)
         self._is_inside = True
         try:
-            whole = shape[0] // self._rows.own * self._rows.total, *shape[1:]
-            noise = plain(whole, generator=generator, **more)
+            noise = plain(self._whole(shape), generator=generator, **more)
         finally:
             self._is_inside = False
         return noise[self._rows.rows(len(noise))].clone()
@@ -87,7 +110,10 @@ class NoiseOfAll:
         if generator is None and self._given is not None:
             self._rows.check(count)
             return True
-        return generator is self._given and not isinstance(generator, list) and count % self._rows.own == 0
+        is_shared = generator is self._given and not isinstance(generator, list)
+        if is_shared and generator is not None and count % self._rows.own:
+            self._rows.refuse(count, "one generator")
+        return is_shared and count % self._rows.own == 0
 
 
 @contextmanager
@@ -98,6 +124,9 @@ def noise_of_whole_batch(given: Any, rows: NoiseRows) -> Iterator[None]:
         for module in [module for module in list(sys.modules.values()) if module is not torch_utils]:
             if getattr(module, "__dict__", {}).get("randn_tensor") is plain:
                 hooks.replace(module, "randn_tensor", noise.randn_tensor)
+        schedulers = sys.modules.get(BROWNIAN)  # loaded with a scheduler that uses it
+        if schedulers is not None:
+            hooks.replace(schedulers, "BatchedBrownianTree", noise.brownian_tree(schedulers.BatchedBrownianTree))
         hooks.replace(torch, "randn", noise.randn)
         hooks.replace(torch, "randn_like", noise.randn_like)
         yield

@@ -30,7 +30,13 @@ TEXTS = (
 IMAGE_ARGUMENTS = (
     "image", "mask_image", "control_image", "control_mask", "original_image", "masked_image_latents", "video", "mask",
 )  # fmt: skip
-PER_PROMPT = (*IMAGE_ARGUMENTS, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
+PER_PROMPT = (
+    *IMAGE_ARGUMENTS, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds",
+    "image_embeddings", "audio_latents", "prior_latents", "decoder_latents", "super_res_latents", "vae_latents",
+    "clip_latents", "hint", "attention_mask", "negative_attention_mask", "encoder_attention_mask",
+    "negative_encoder_attention_mask", "text_attention_mask", "generated_prompt_embeds",
+    "negative_generated_prompt_embeds",
+)  # fmt: skip
 COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
 SHARED_LISTS = (
     "timesteps", "sigmas", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
@@ -38,7 +44,8 @@ SHARED_LISTS = (
     "skip_guidance_layers", "original_size", "target_size", "crops_coords_top_left", "negative_original_size",
     "negative_target_size", "negative_crops_coords_top_left", "decode_timestep", "decode_noise_scale",
     "chunk_partition", "conditions", "guidance_keyframe_positions", "history_sizes", "keyframe_positions",
-    "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks",
+    "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks", "conditioning_scale",
+    "guidance_schedule",
 )  # fmt: skip
 REFERENCES = (  # pipelines with several images a prompt
     "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
@@ -55,8 +62,16 @@ MIXED = {
 REFERRED = ("image", "video", "conditions")
 CONTROLS = ("control_image", "control_mask")  # each is repeated for all results of its prompt, then comes the next one
 REPEATS_EACH = ("IF", "Kandinsky3")  # pipelines that do so with all images
+ENCODES_EACH = (  # pipelines that encode images, or videos, one after another with sampled noise
+    "AnimateDiffVideoToVideo", "CogVideoXImageToVideo", "CogVideoXVideoToVideo", "ConsisID", "Cosmos2VideoToWorld",
+    "Cosmos2_5_Transfer", "HunyuanSkyreelsImageToVideo", "LTXImageToVideo",
+)  # fmt: skip
+ENCODED_ONCE = {  # for all prompts, with noise that asks no generator
+    "AceStepPipeline": ("reference_audio", "src_audio"),
+    "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
+}
 NEGATIVE_SIZES = ("negative_original_size", "negative_target_size")
-OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that sample noise for a whole batch themselves
+OWN_NOISE = ("AmusedScheduler", "VQDiffusionScheduler")  # schedulers that sample noise for a whole batch themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +112,8 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
     _refuse_sizes_in_turn(pipe, kwargs)
 
     def divided(name: str, value: Any) -> Any:
+        if name == "batch_size" and value == part.total:
+            return part.stop - part.start
         if name == by_condition:
             return divided_conditions(pipe, name, value, part.total, lambda each: each[part.rows(len(each))])
         return _divided(name, value, part, kwargs)
@@ -137,6 +154,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
     part, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size, pipe)
     _refuse_what_depends_on_the_others(pipe, kwargs, part)
+    _refuse_noise_in_turn(pipe, kwargs, is_one_each=part.total == size)
     own = part.stop - part.start
     texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=part.total, rows=part.rows)
     with ExitStack() as stack:
@@ -152,7 +170,7 @@ def _count_prompts(kwargs: Mapping[str, Any]) -> int:
     for name in COUNTING:
         if kwargs.get(name) is not None:
             return _entries(name, kwargs[name]) or 1
-    return 1
+    return kwargs.get("batch_size") or 1
 
 
 def _entries(name: str, value: Any) -> int | None:
@@ -174,10 +192,10 @@ def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]
         return value
     images = images_each(kwargs)
     if name not in PER_PROMPT and not name.startswith(TEXTS):
-        if isinstance(value, list) and count == part.total:
+        if count == part.total:
             raise PlanError(
-                f"{name} is a list of {count} for {part.total} prompts: whether it holds one entry for each prompt "
-                "is unknown, so it cannot be divided between data ranks. Use data=1 for this call"
+                f"{name} is a {type(value).__name__.lower()} of {count} for {part.total} prompts: whether it holds one "
+                "entry for each prompt is unknown, so it cannot be divided between data ranks. Use data=1 for this call"
             )
         return value
     if count in (part.total, part.total * images):
@@ -209,6 +227,30 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
                     "with it"
                 )
     _refuse_images(pipe, kwargs, part)
+
+
+def _refuse_noise_in_turn(pipe: Any, kwargs: Mapping[str, Any], *, is_one_each: bool) -> None:
+    """Refuse inputs whose noise is sampled for one after another, or once for all prompts.
+
+    Which numbers of a generator an input gets then depends on the inputs before it, and so does all noise that follows.
+    Where each rank has one prompt, and samples on the CPU, it takes its row of as many numbers.
+    """
+    name, generator = type(pipe).__name__, kwargs.get("generator")
+    given = next((each for each in ("image", "video") if kwargs.get(each) is not None), None)
+    if given and name.startswith(ENCODES_EACH) and not isinstance(generator, list):
+        device = getattr(pipe if generator is None else generator, "device", None)
+        if not is_one_each or getattr(device, "type", None) != "cpu":
+            raise PlanError(
+                f"{name} encodes one {given} after another with noise of one generator, so that data ranks would give "
+                "other results: give generator as a list of one for each prompt, or use data=1"
+            )
+    plain_frames = not getattr(getattr(pipe, "controlnet", None), "use_simplified_condition_embedding", True)
+    for each in ENCODED_ONCE.get(name, ()):
+        if kwargs.get(each) is not None and not plain_frames:
+            raise PlanError(
+                f"{name} encodes {each} once for all prompts, with noise of torch's own generator, so that data ranks "
+                "would give other results: use data=1 with it"
+            )
 
 
 def _refuse_sizes_in_turn(pipe: Any, kwargs: Mapping[str, Any]) -> None:
@@ -244,7 +286,7 @@ def _refuse_images(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> N
             raise PlanError(
                 f"one {name} for {part.total} prompts: the noise that it takes depends on the number of prompts in a "
                 f"call, so that data ranks would give other images. Give {name} as a list of {part.total}, the same "
-                f"{part.total} times if need be"
+                f"{part.total} times if need be, or use data=1"
             )
         if results > 1 and name not in CONTROLS and not repeats_each:
             raise PlanError(
