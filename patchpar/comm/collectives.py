@@ -12,7 +12,7 @@ Each starts at once and returns a `Work`; its `wait()` blocks. Steps and stale v
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from patchpar.comm.exchange_part import (
     outgoing_of,
     start_messages,
 )
-from patchpar.comm.layouts import EdgeLayout, all_to_all_layout, edge_layout, gather_layout
+from patchpar.comm.layouts import EdgeLayout, KnownGather, all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
@@ -107,6 +107,12 @@ class Communicator:
         begin = partial(collectives.all_gather, axis.ranks, own, rows, layout.incoming, where, bulk=bulk)
         pending = self._start(kind, where, begin)
         return pending if into is not None else pending.then(layout.as_stacked)
+
+    def repeat_gather(self, known: KnownGather) -> Work[Any]:
+        """As `all_gather` of bulk into a buffer, where its tensors are known. The Work raises ExchangeError."""
+        self.traffic.book(known.kind, known.num_bytes, known.num_bytes)
+        begin = partial(known.begin, self.transport, self._collectives[known.ranks])
+        return self._start(known.kind, known.where, begin)
 
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
@@ -241,7 +247,6 @@ class AllGather:
         """Start sending `own`, tensors of any shape, to all; `specs(group_rank)` returns what each other rank sends.
 
         One operation where the transport has it. `bulk`: what is not needed in this step.
-
         The result of the Work: the tensors of every rank in the order of group ranks, `own` included. `arriving` yields
         those of `axis.others`, the nearest first, each as soon as it has arrived. Both raise ExchangeError.
         """

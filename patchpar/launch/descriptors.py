@@ -3,9 +3,11 @@
 import errno
 import os
 import socket
+from array import array
 
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere a later exec would inherit them
-
+CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))  # Linux; elsewhere a later exec would inherit them
+TRUNCATED = int(socket.MSG_CTRUNC)  # an operation of socket's own flags takes as long as to receive
+DESCRIPTOR_BYTES = array("i").itemsize
 
 LAST_STANDARD = 2  # stderr
 
@@ -26,8 +28,12 @@ def receive_with_descriptors(link: socket.socket, num_bytes: int, most: int) -> 
     Raises OSError, also where this process can have no further descriptor: the system drops it then, and without this
     the next one would be taken for it.
     """
-    data, descriptors, flags, _ = socket.recv_fds(link, num_bytes, most, CLOSE_ON_EXEC)
-    if flags & socket.MSG_CTRUNC:
+    data, found, flags, _ = link.recvmsg(num_bytes, socket.CMSG_LEN(most * DESCRIPTOR_BYTES), CLOSE_ON_EXEC)
+    descriptors = list[int]()
+    for level, kind, numbers in found:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors += array("i", numbers[: len(numbers) // DESCRIPTOR_BYTES * DESCRIPTOR_BYTES])
+    if flags & TRUNCATED:
         for each in descriptors:
             os.close(each)
         raise OSError(errno.EMFILE, "this process has as many open files as it may: raise `ulimit -n`")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.comm.transport.arena import map_segment
+from patchpar.comm.transport.peer_socket import PeerSocket
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.launch.anonymous_file import anonymous_file
 from tests.unit.threads import on_threads
@@ -71,6 +72,26 @@ def test_what_lies_behind_memory_that_is_shared_is_copied() -> None:
 
     for rank, found in enumerate(on_threads(2, run)):
         assert found == ([2 - rank, 12 - rank], [SIZE])
+
+
+def test_nobody_answers_for_values_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer lets a sender use the space of a message again."""
+    answers: list[int] = []
+    plain = PeerSocket.done_with
+    monkeypatch.setattr(
+        PeerSocket, "done_with", lambda line, segment: answers.append(line.peer) or plain(line, segment)
+    )
+
+    def run(transport: SharedMemoryTransport, registers: bool) -> int:
+        memory = kept(transport, registers=registers)
+        for _ in range(5):
+            exchanged(transport, memory[:SIZE]).wait()
+        return sum(segment.unread for segment in transport._arena.segments.values() if segment.is_kept)
+
+    assert on_threads(2, run, True) == [0, 0]
+    assert not answers
+    on_threads(2, run, False)
+    assert len(answers) == 2 * 5, "the control: other memory is used again"
 
 
 def test_memory_that_is_no_longer_shared_is_freed_when_it_has_been_read() -> None:

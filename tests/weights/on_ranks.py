@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from patchpar.comm.collectives import Communicator
+from benchmarks.gpu.host_time import python_calls
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
@@ -137,6 +138,19 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
         "rounds": dict(traffic.rounds),
         "copied": len(copied),
     }
+
+
+@torch.no_grad()
+def calls_of_a_gather(this: PoolRank) -> int:
+    """Calls of Python to start a gather and to wait for it, with messages that have come meanwhile."""
+    weights, found = divided(this, networks.build("chain")), []
+    meet = AllGather(weights.comm, weights.axis, "verify", "meeting")
+    for index in (0, 2, 0, 2):
+        started = python_calls(lambda index=index: weights._start(index))  # type: ignore[misc]
+        meet.same(torch.zeros(1))
+        found.append(started + python_calls(lambda: weights._take(0)))
+    weights.restore()
+    return min(found)
 
 
 @torch.no_grad()

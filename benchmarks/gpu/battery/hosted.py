@@ -123,10 +123,8 @@ def _measured(device: str, forward: Callable[[], object]) -> tuple[float, float]
 def _copy_seconds(device: str, weights: ShardedWeights, store: HostStore) -> list[float]:
     """Return how long the bytes of each block take into a slot, with nothing beside."""
     slot = torch.empty(max(map(store.rows, weights.blocks)), dtype=torch.uint8, device=store.device)
-    return [
-        seconds_of(device, lambda index=index: store.start(index, slot).wait())[0]
-        for index in range(len(weights.blocks))
-    ]
+    starts = [store.bring(index, slot) for index in range(len(weights.blocks))]
+    return [seconds_of(device, lambda start=start: start().wait())[0] for start in starts]
 
 
 def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object]) -> list[float]:

@@ -13,18 +13,22 @@ from patchpar.comm.transport.arena import Arena, Segment, map_segment
 from patchpar.errors import ExchangeError
 from patchpar.launch.descriptors import receive_with_descriptors
 
-FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
+FRAME = struct.Struct("<B?xxIqq")  # kind, whether the segment is kept, segment, offset, bytes
 MESSAGE, NEW_SEGMENT, DONE, DROPPED = 1, 2, 3, 4
 """NEW_SEGMENT: a message with the descriptor of a segment new to the peer. DROPPED: no message will be in it again."""
 
 
 class ArrivedMessage(NamedTuple):
-    """A message that can be read: `num_bytes` from `offset` of the sender's segment, `memory` [bytes] here."""
+    """A message that can be read: `num_bytes` from `offset` of the sender's segment, `memory` [bytes] here.
+
+    `is_kept`: the values stay there, so that the sender need not know that they have been read.
+    """
 
     segment: int
     memory: Tensor
     offset: int
     num_bytes: int
+    is_kept: bool = False
 
 
 class OutgoingFrame(NamedTuple):
@@ -66,7 +70,7 @@ class PeerSocket:
         data = self._rest + data
         whole = len(data) // FRAME.size * FRAME.size
         self._rest = data[whole:]
-        for kind, segment, offset, num_bytes in FRAME.iter_unpack(data[:whole]):
+        for kind, is_kept, segment, offset, num_bytes in FRAME.iter_unpack(data[:whole]):
             if kind == DONE:
                 arena.free(segment, 1)
                 self.unread[segment] -= 1
@@ -76,7 +80,7 @@ class PeerSocket:
                 continue
             if kind == NEW_SEGMENT:
                 self.mapped[segment] = self._next_segment()
-            self.arrived[self.num_arrived] = ArrivedMessage(segment, self.mapped[segment], offset, num_bytes)
+            self.arrived[self.num_arrived] = ArrivedMessage(segment, self.mapped[segment], offset, num_bytes, is_kept)
             self.num_arrived += 1
         return True
 
@@ -110,17 +114,18 @@ class PeerSocket:
 
     def frame_of(self, segment: Segment, offset: int, num_bytes: int) -> OutgoingFrame:
         """Return the frame of a message of `num_bytes` that lies in a segment, to be read there."""
-        segment.unread += 1
-        self.unread[segment.number] += 1
+        if not segment.is_kept:
+            segment.unread += 1
+            self.unread[segment.number] += 1
         if segment.number in self.known:
-            return OutgoingFrame(memoryview(FRAME.pack(MESSAGE, segment.number, offset, num_bytes)))
+            return OutgoingFrame(memoryview(FRAME.pack(MESSAGE, segment.is_kept, segment.number, offset, num_bytes)))
         self.known.add(segment.number)
-        frame = FRAME.pack(NEW_SEGMENT, segment.number, offset, num_bytes)
+        frame = FRAME.pack(NEW_SEGMENT, segment.is_kept, segment.number, offset, num_bytes)
         return OutgoingFrame(memoryview(frame), segment.descriptor)
 
     def done_with(self, segment: int) -> OutgoingFrame:
         """Return the frame that says that a message has been read."""
-        return OutgoingFrame(memoryview(FRAME.pack(DONE, segment, 0, 0)))
+        return OutgoingFrame(memoryview(FRAME.pack(DONE, False, segment, 0, 0)))
 
     def end(self, arena: Arena) -> None:
         """Close it, and free the space of messages that the peer will not read. Those that have come are lost too."""

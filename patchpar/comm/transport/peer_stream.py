@@ -46,7 +46,7 @@ class PeerStream(PeerSocket):
         """See PeerSocket: the message itself, so that its space may be used again at once."""
         room = aligned(num_bytes) if segment.is_kept else segment.used - offset
         values = segment.memory[offset : min(offset + room, segment.memory.numel())].numpy().data
-        frame, tags = FRAME.pack(MESSAGE, 0, len(values), num_bytes), self._tags.sent
+        frame, tags = FRAME.pack(MESSAGE, False, 0, len(values), num_bytes), self._tags.sent
         return OutgoingFrame(memoryview(b"".join((frame, tags.next(frame), tags.next(values), values))))
 
     def done_with(self, segment: int) -> OutgoingFrame:
@@ -77,7 +77,7 @@ class PeerStream(PeerSocket):
     def _take_head(self, head: memoryview) -> None:
         frame, self._tag = head[: FRAME.size], bytes(head[FRAME.size + TAG_BYTES :])
         self._check(head[FRAME.size : FRAME.size + TAG_BYTES], frame)
-        _, _, room, self._num_bytes = FRAME.unpack(frame)
+        _, _, _, room, self._num_bytes = FRAME.unpack(frame)
         self._memory = torch.empty(room, dtype=torch.uint8)
         self._expect(self._take_values, self._memory.numpy().data)
 

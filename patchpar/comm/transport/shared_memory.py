@@ -7,7 +7,7 @@ Messages to ranks on other nodes go through the socket itself, see `peer_stream`
     message: (segment, offset, bytes) ---->   copy out of the mapped segment
                                     <------   done: (segment)         the space may be used again
 
-A tensor in memory that `share` was called for is not copied by the sender.
+A tensor in memory that `register` was called for is not copied by the sender, who needs no answer for its space.
 
 Measured on two CPU cores against gloo's point-to-point messages: benchmarks/transport.py.
 """
@@ -103,7 +103,7 @@ class SharedMemoryTransport(Poisonable):
         Peers free `memory` [bytes] when they have read what was sent from it.
         """
         number = self._arena.drop(memory)
-        frame = FRAME.pack(DROPPED, number or 0, 0, 0)
+        frame = FRAME.pack(DROPPED, True, number or 0, 0, 0)
         for line in self._lines.values():
             if number is not None and number in line.known:
                 with contextlib.suppress(ExchangeError):  # a peer that has left has freed it
@@ -126,14 +126,13 @@ class SharedMemoryTransport(Poisonable):
         return line, line.expected - 1
 
     def _send(self, message: Outgoing, where: str) -> None:
-        for line in self._lines.values():
-            line.read(self._arena)  # messages that have been read free their space
-            if line.unwanted:
-                self._free_unwanted(line, where)
-        segment, offset, total = self._registered(message) or self._copied(message)
+        found = self._registered(message)
+        if found is None:
+            self._free_read(where)
+            found = self._copied(message)
         for peer in message.peers:
             line = self._lines[peer]
-            self._send_frame(line, line.frame_of(segment, offset, total), where)
+            self._send_frame(line, line.frame_of(*found), where)
 
     def _registered(self, message: Outgoing) -> tuple[Segment, int, int] | None:
         """Return where the message lies, if peers can read it there: its segment, offset and bytes."""
@@ -153,6 +152,13 @@ class SharedMemoryTransport(Poisonable):
             at, total = at + aligned(num_bytes), total + num_bytes
         return segment, offset, total
 
+    def _free_read(self, where: str) -> None:
+        """Free the space of messages that peers have read, and let them use that of those that nobody reads here."""
+        for line in self._lines.values():
+            line.read(self._arena)
+            if line.unwanted:
+                self._free_unwanted(line, where)
+
     def _free_unwanted(self, line: PeerSocket, where: str) -> None:
         """Let the sender use the space of messages again that nobody waits for any more, of those that have come."""
         for _ in range(len(line.unwanted)):  # to which the garbage collector may add some at any time
@@ -160,8 +166,13 @@ class SharedMemoryTransport(Poisonable):
             if number not in line.arrived:
                 line.unwanted.append(number)
                 continue
+            self._say_read(line, line.arrived.pop(number), where)
+
+    def _say_read(self, line: PeerSocket, message: ArrivedMessage, where: str) -> None:
+        """Let the sender use the space of a message again, unless its values stay there."""
+        if not message.is_kept:
             with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
-                self._send_frame(line, line.done_with(line.arrived.pop(number).segment), where)
+                self._send_frame(line, line.done_with(message.segment), where)
 
     def _send_frame(self, line: PeerSocket, frame: OutgoingFrame, where: str) -> None:
         give_up, (data, descriptor) = time.monotonic() + self.deadline, frame
@@ -186,24 +197,23 @@ class SharedMemoryTransport(Poisonable):
         """
         line, number = numbered
         try:
-            segment, memory, offset, num_bytes = self._frame_of(line, number, where)
+            found = self._frame_of(line, number, where)
         except ExchangeError as error:
             raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
-        if num_bytes != message.num_bytes:
+        if found.num_bytes != message.num_bytes:
             text = (
-                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {message.num_bytes} were expected "
-                f"for {_shapes(message)}: the ranks do not run the same exchanges"
+                f"{self._at(where)}: rank {line.peer} sent {found.num_bytes} bytes, but {message.num_bytes} were "
+                f"expected for {_shapes(message)}: the ranks do not run the same exchanges"
             )
             self.poison(text)
             raise ExchangeError(text)
-        received = []
+        received, offset = [], found.offset
         for index, spec in enumerate(message.specs):
-            view = memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
+            view = found.memory[offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
             into = None if message.into is None else message.into[index]
             received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
-        with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
-            self._send_frame(line, line.done_with(segment), where)
+        self._say_read(line, found, where)
         return received
 
     def has_come(self, numbered: Numbered) -> bool:

@@ -18,6 +18,7 @@ class CopyStream:
         module = device_module(device.type) if is_accelerator(str(device)) else None
         self._module: Any = module if hasattr(module, "Stream") and hasattr(module, "stream") else None
         self._stream = None if self._module is None else self._module.Stream(device)
+        self._at_once = StreamCopy(None, self._module, device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -31,14 +32,17 @@ class CopyStream:
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> "StreamCopy":
         """Start to copy into the first of each pair, of any shape, the second, on the host and of the same shape."""
+        if self._stream is None:
+            for into, x in pairs:
+                into.copy_(x, non_blocking=True)
+            return self._at_once
         with self.beside():
             for into, x in pairs:
                 into.copy_(x, non_blocking=True)
-                if self._stream is not None and into.device.type == self._device.type:
+                if into.device.type == self._device.type:
                     into.record_stream(self._stream)  # what is freed meanwhile is used again after the copy
-            event = None if self._stream is None else self._module.Event()
-            if event is not None:
-                event.record(self._stream)
+            event = self._module.Event()
+            event.record(self._stream)
         return StreamCopy(event, self._module, self._device)
 
     def finish(self) -> None:

@@ -12,13 +12,15 @@ As Superpipeline (2410.08791) and the group offloading of diffusers do for one d
 import json
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, AxisComm, Communicator
+from patchpar.comm.layouts import KnownGather, known_gather
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import is_accelerator, pin_host_memory, unpin_host_memory
 from patchpar.launch.host_memory import free_memory
@@ -116,22 +118,35 @@ class HostStore(BlockStore):
         if len(pinned) < len(used) and is_accelerator(str(self.device)):
             log.warning("host memory cannot be pinned for %s, so that copies of weights do not overlap", self.device)
 
-    def start(self, index: int, slot: Tensor) -> Transfer:
+    def bring(self, index: int, slot: Tensor) -> Callable[[], Transfer]:
         """See BlockStore: copies into `slot` [bytes], and a gather of it where ranks are on several hosts."""
-        assert self.comm is not None, "join comes before the first block runs"
         assert self._own is not None
         block = self._blocks[index]
-        self.comm.traffic.rounds[COPIED] += 1
+        where, into = f"weights of {block.name}", slot[: self.rows(block)]
         if self._segments is None:
-            own, into = self.row(block, slot), slot[: self.rows(block)]
-            self.comm.traffic.bytes_received[COPIED] += own.numel()
-            with self._stream.beside():
-                own.copy_(self._part(self._own.memory, index), non_blocking=True)
-                return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", own, bulk=True, into=into)
+            known = known_gather(self.axis, KIND, where, self.row(block, slot), into)
+            return partial(self._copy_and_gather, self._part(self._own.memory, index), known)
         parts = [self._part(memory, index) for memory in self._segments]
-        self.comm.traffic.bytes_received[COPIED] += sum(part.numel() for part in parts)
-        self.comm.beat(f"weights of {block.name}")
-        return self._stream.copy(list(zip(slot[: self.rows(block)].chunk(self.axis.size), parts, strict=True)))
+        pairs = list(zip(into.chunk(self.axis.size), parts, strict=True))
+        return partial(self._copy, where, pairs, into.numel())
+
+    def _copy_and_gather(self, part: Tensor, known: KnownGather) -> Transfer:
+        comm = self._counted(part.numel())
+        with self._stream.beside():
+            known.own.copy_(part, non_blocking=True)
+            return comm.repeat_gather(known)
+
+    def _copy(self, where: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> Transfer:
+        self._counted(num_bytes).beat(where)
+        return self._stream.copy(pairs)
+
+    def _counted(self, num_bytes: int) -> Communicator:
+        """Return the way to the other ranks, with so many bytes from the host in its statistics."""
+        assert self.comm is not None, "join comes before the first block runs"
+        traffic = self.comm.traffic
+        traffic.rounds[COPIED] += 1
+        traffic.bytes_received[COPIED] += num_bytes
+        return self.comm
 
     def close(self) -> None:
         """See BlockStore."""

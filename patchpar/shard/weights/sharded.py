@@ -32,6 +32,7 @@ from patchpar.shard.weights.packed import (
     refuse_other_layouts,
     resident_of,
 )
+from patchpar.shard.weights.placed import PlacedBlock
 from patchpar.shard.weights.stores import BlockStore, Transfer
 
 SLOTS = 2
@@ -66,6 +67,8 @@ class ShardedWeights:
         largest = max(map(store.rows, self.blocks), default=0)
         empty = partial(torch.empty, dtype=torch.uint8, device=store.device)
         self._slots = [empty(largest) for _ in range(min(slots, len(self.blocks)))]
+        self._slot = [index % len(self._slots) for index in range(len(self.blocks))]  # of each block
+        self._bring: list[Callable[[], Transfer]] = []  # what starts to bring each block into its slot
         self._holds: list[int | None] = [None] * len(self._slots)
         self._pending: dict[int, tuple[int, Transfer]] = {}  # by slot
         self._next: dict[int, int] = {}  # the block that ran after each block in the last call
@@ -74,19 +77,21 @@ class ShardedWeights:
         self._order: list[int] | None = []  # blocks as they run in one call; None where they run within each other
         self._recording = False  # this order
         self._position: int | None = None  # in this order, in a round
-        self._away: Mapping[int, list[Tensor]] = {}  # what weights are while not gathered, for a search
-        self._fill: Mapping[int, int] = {}  # what the slot of a block is filled with when it has run, for a search
-        self._views: list[list[Tensor]] = []
+        self._away: Mapping[int, tuple[list[Tensor], int]] = {}  # for a search: weights while not gathered, their bytes
+        self._placed: list[PlacedBlock] = []
         self._hooks: dict[int, HookSet] = {}
         store.reserve(self.blocks)
-        for index in range(len(self.blocks)):
-            self._shard(index, copy_memory if copy is None else copy)
+        for index, block in enumerate(self.blocks):
+            store.keep(index, copy_memory if copy is None else copy)
+            self._placed.append(PlacedBlock(block, self._slots[self._slot[index]]))
+            self.into_slot(index)
 
     def join(self, comm: Communicator) -> None:
         """Begin to exchange bytes with the other ranks through `comm`. Collective. Raises UnsupportedModel."""
         if self.store.comm is None:
             refuse_other_layouts(self.network, self.blocks, (comm, self.axis))
             self.store.join(comm)
+            self._bring = [self.store.bring(index, self._slots[slot]) for index, slot in enumerate(self._slot)]
         self.store.comm = comm
 
     @property
@@ -121,7 +126,7 @@ class ShardedWeights:
             self.store.refuse_whole(type(self.network).__name__, need)
         for index in self.in_slots:
             self.keep_whole(index)
-        self._slots, self._views = [], []  # which others may hold this object of
+        self._slots, self._placed, self._bring = [], [], []  # others may hold this object
         self.store.close()
 
     def settle(self) -> None:
@@ -137,17 +142,11 @@ class ShardedWeights:
 
     # --- shards and slots ---------------------------------------------------------------------------------------
 
-    def _shard(self, index: int, copy: CopyMemory) -> None:
-        """Keep this rank's bytes of a block, and make its parameters views of its slot."""
-        self.store.keep(index, copy)
-        self._views.append(self.blocks[index].views(self._slots[self._slot(index)]))
-        self.into_slot(index)
-
     def into_slot(self, index: int) -> None:
         """Bring a block into its slot when it runs, from now on; undoes `keep_whole` and `leave_out`."""
-        block, hooks = self.blocks[index], HookSet()
-        block.point_to(self._views[index])
-        hooks.around(block.module, partial(self._enter, index), partial(self._leave, index))
+        hooks = HookSet()
+        self._placed[index].put()
+        hooks.around(self.blocks[index].module, partial(self._enter, index), partial(self._leave, index))
         self._hooks[index] = hooks
 
     def leave_out(self, index: int) -> None:
@@ -158,19 +157,16 @@ class ShardedWeights:
     def keep_whole(self, index: int) -> None:
         """Gather a block for good. Collective. Raises ExchangeError."""
         self._hold(index)
-        self.blocks[index].point_to(self.blocks[index].own_copies(self._slots[self._slot(index)]))
+        self.blocks[index].point_to(self.blocks[index].own_copies(self._slots[self._slot[index]]))
         self._hooks.pop(index).close()
-
-    def _slot(self, index: int) -> int:
-        return index % len(self._slots)
 
     # --- gathers ------------------------------------------------------------------------------------------------
 
     def _start(self, index: int) -> None:
         """Start to bring a block into its slot."""
-        slot = self._slot(index)
+        slot = self._slot[index]
         self._holds[slot] = None
-        self._pending[slot] = index, self.store.start(index, self._slots[slot])
+        self._pending[slot] = index, self._bring[index]()
 
     def _take(self, slot: int) -> None:
         """Wait for the gather into a slot."""
@@ -181,7 +177,7 @@ class ShardedWeights:
 
     def _hold(self, index: int) -> None:
         """Gather a block unless its slot holds it."""
-        slot = self._slot(index)
+        slot = self._slot[index]
         if slot in self._pending:
             self._take(slot)
         if self._holds[slot] != index:
@@ -197,7 +193,7 @@ class ShardedWeights:
         if self._position is not None:
             self._pass_by(until=index)
         self._gather(index)
-        self.blocks[index].point_to(self._views[index])
+        self._placed[index].put()
         self._active.append(index)
 
     def _gather(self, index: int) -> None:
@@ -213,24 +209,26 @@ class ShardedWeights:
         following = self._next.get(index)
         if following is None or following not in self._hooks:
             return
-        slot = self._slot(following)
-        in_use = slot in self._pending or slot in map(self._slot, (index, *self._active))
+        slot = self._slot[following]
+        in_use = slot in self._pending or slot in map(self._slot.__getitem__, (index, *self._active))
         if not in_use and self._holds[slot] != following:
             self._start(following)
 
     def _leave(self, index: int, *_: Any) -> None:
         """Called after a block has run. Layerwise casting has given its parameters other memory."""
-        self.blocks[index].point_to(self._away.get(index, self._views[index]))
-        if index in self._fill:  # an output may be a view of a weight
-            slot = self._slot(index)
-            self._slots[slot].fill_(self._fill[index])
-            self._holds[slot] = None
+        if index in self._away:
+            views, byte = self._away[index]
+            self.blocks[index].point_to(views)
+            self._slots[self._slot[index]].fill_(byte)  # an output may be a view of a weight
+            self._holds[self._slot[index]] = None
+        else:
+            self._placed[index].put()
         if index in self._active:
             del self._active[self._active.index(index) :]
         if self._active:  # a block that called this one, and goes on
             outer = self._active[-1]
             self._hold(outer)
-            self.blocks[outer].point_to(self._views[outer])
+            self._placed[outer].put()
 
     # --- calls of one rank that others take part in ---------------------------------------------------------------
 
@@ -286,15 +284,15 @@ class ShardedWeights:
     @contextmanager
     def poisoned(self, group: Iterable[int]) -> Iterator[None]:
         """Context in which weights of `group` are NaN, and those of the other blocks zero, while not gathered."""
-        self._fill = dict.fromkeys(self._hooks, 0) | dict.fromkeys(group, NAN_BYTE)
+        fill = dict.fromkeys(self._hooks, 0) | dict.fromkeys(group, NAN_BYTE)
         largest = max(self.blocks[index].largest for index in self._hooks)
-        filled = {byte: torch.full_like(self._slots[0][:largest], byte) for byte in set(self._fill.values())}
-        self._away = {index: self.blocks[index].fillers(filled[byte]) for index, byte in self._fill.items()}
+        filled = {byte: torch.full_like(self._slots[0][:largest], byte) for byte in set(fill.values())}
+        self._away = {index: (self.blocks[index].fillers(filled[byte]), byte) for index, byte in fill.items()}
         try:
-            for index, views in self._away.items():
+            for index, (views, _) in self._away.items():
                 self.blocks[index].point_to(views)
             yield
         finally:
-            self._away, self._fill = {}, {}
+            self._away = {}
             for index in self._hooks:
-                self.blocks[index].point_to(self._views[index])
+                self._placed[index].put()

@@ -1,14 +1,16 @@
 """Where the bytes of a network's blocks lie while they are in no slot: a part on each rank, and the way to a slot."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
+from patchpar.comm.layouts import KnownGather, known_gather
 from patchpar.comm.transport import register_memory, unregister_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
@@ -70,7 +72,8 @@ class Transfer(Protocol):
 class BlockStore(ABC):
     """The bytes of a network's blocks that this rank of `axis` keeps, beside the slots on `device`.
 
-    `reserve` and `keep` work on this rank alone; `join` and, where `is_collective`, `start` are called on all ranks.
+    `reserve` and `keep` work on this rank alone; `join` and, where `is_collective`, what `bring` returns are called on
+    all ranks.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -100,8 +103,11 @@ class BlockStore(ABC):
         """Copy this rank's part of a block, before its parameters are views of a slot."""
 
     @abstractmethod
-    def start(self, index: int, slot: Tensor) -> Transfer:
-        """Start to bring a block into `slot` [bytes]."""
+    def bring(self, index: int, slot: Tensor) -> Callable[[], Transfer]:
+        """Return what starts to bring a block into `slot` [bytes], whenever it is called. After `join`.
+
+        All that can be computed beforehand is: it runs in every block, and on a GPU takes time of the host.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -173,14 +179,15 @@ class DeviceShards(BlockStore):
             register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
             self._segment.forget()
 
-    def start(self, index: int, slot: Tensor) -> Transfer:
+    def bring(self, index: int, slot: Tensor) -> Callable[[], Transfer]:
         """See BlockStore: one gather of `slot` [bytes] from all ranks."""
+        block = self._blocks[index]
+        where, into = f"weights of {block.name}", slot[: self.rows(block)]
+        return partial(self._gather, known_gather(self.axis, KIND, where, self._shards[index], into))
+
+    def _gather(self, known: KnownGather) -> Transfer:
         assert self.comm is not None, "join comes before the first block runs"
-        block, shard = self._blocks[index], self._shards[index]
-        own, into = self.row(block, slot), slot[: self.rows(block)]
-        own.copy_(shard)
-        sent = own if self._segment is None else shard
-        return self.comm.all_gather(self.axis, KIND, f"weights of {block.name}", sent, bulk=True, into=into)
+        return self.comm.repeat_gather(known)
 
     def close(self) -> None:
         """See BlockStore."""

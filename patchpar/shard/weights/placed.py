@@ -1,0 +1,26 @@
+"""A block's parameters in its slot, and a quick look whether they are there: twice whenever a block runs."""
+
+from operator import attrgetter
+
+from torch import Tensor
+
+from patchpar.shard.weights.packed import PackedBlock
+
+dtype_of = attrgetter("dtype")  # as `Tensor.data_ptr`, it is called for all tensors without a call of Python
+
+
+class PlacedBlock:
+    """A block whose parameters are views of `slot` [bytes] once they are `put` there."""
+
+    def __init__(self, block: PackedBlock, slot: Tensor) -> None:
+        self._block, self._views = block, (views := block.views(slot))
+        self._tensors = [each.tensor for each in block.tensors]
+        self._addresses, self._dtypes = [*map(Tensor.data_ptr, views)], [*map(dtype_of, views)]
+        self._has_memory = not any(view.is_meta for view in views)
+
+    def put(self) -> None:
+        """Make the parameters use it, unless they do: layerwise casting, for one, gives them other memory."""
+        tensors = self._tensors
+        addresses, dtypes = [*map(Tensor.data_ptr, tensors)], [*map(dtype_of, tensors)]
+        if addresses != self._addresses or dtypes != self._dtypes or not self._has_memory:
+            self._block.point_to(self._views)
