@@ -43,6 +43,37 @@ def test_a_stale_message_is_received_and_not_waited_for() -> None:
     assert seconds(too_slow, stale) == pytest.approx(2 * STEP)
 
 
+def test_each_round_pays_the_latency_once_and_ranks_that_differ_take_the_mean_of_both() -> None:
+    """Three rounds in a step, needed at once, of ranks that compute g and h between two of them, on a latency of L.
+
+    By hand: if rank 1 begins d later, rank 0 ends its round after d + h + L and rank 1 after g + L, counted from the
+    beginning of rank 0. Rank 1 then begins g - h - d later, so that two rounds take g + h + 2 L.
+    """
+    messages = tuple(TimedMessage(at, at, BYTES) for at in (0.02, 0.05, 0.08))
+    step = RecordedTurn(seconds=STEP, messages=messages, waits=(0.0,) * 3)
+    recorded = RecordedRanks.of(1, [(step, step)])
+    link = LinkModel(latency=2e-2)
+    assert replayed_step(recorded, link, COMPUTING, 0.0) == pytest.approx(STEP + 3 * link.latency)
+    assert replayed_step(recorded, link, (STEP, STEP / 2), 0.0) == pytest.approx(0.75 * STEP + 3 * link.latency)
+
+
+def test_what_is_computed_between_sending_and_needing_hides_latency_and_messages_queue_at_their_sender() -> None:
+    """By hand. Sent at 20 and 30 ms, 10 ms each on the link: they arrive at 50 and 60 ms, and are needed at 45 and 55.
+
+    The first wait of 5 ms moves the second to 60 ms, when its message is there. At twice the bytes they leave at 40 and
+    60 ms and arrive at 60 and 80, of which the first wait of 15 ms leaves 10 ms for the second.
+    """
+
+    def turn(num_bytes: int) -> RecordedRanks:
+        messages = (TimedMessage(0.02, 0.045, num_bytes), TimedMessage(0.03, 0.055, num_bytes))
+        step = RecordedTurn(seconds=STEP, messages=messages, waits=(0.0, 0.0))
+        return RecordedRanks.of(1, [(step, step)])
+
+    link = LinkModel(latency=2e-2, rate=BYTES / 0.01)
+    assert replayed_step(turn(BYTES), link, COMPUTING, 0.0) == pytest.approx(STEP + 5e-3)
+    assert replayed_step(turn(2 * BYTES), link, COMPUTING, 0.0) == pytest.approx(STEP + 15e-3 + 10e-3)
+
+
 def test_the_latency_of_the_bare_link_is_found_from_a_step_on_it() -> None:
     assert bare_latency(ranks(), COMPUTING, STEP + BARE + RECEIVING) == pytest.approx(BARE, abs=1e-6)
     assert bare_latency(ranks(), COMPUTING, STEP) == 0.0

@@ -98,6 +98,23 @@ def test_scale_and_overhead_are_found_from_calls(scale: float, overhead: float) 
     assert sum(map(found.seconds, other)) == pytest.approx(sum(map(real.seconds, other)))
 
 
+def test_kernels_of_a_few_bytes_take_nothing_beyond_their_rate_on_a_cpu() -> None:
+    """Overhead is what caches and pages take: tensors below the smallest that was measured are in the caches.
+
+    A step with stale values has hundreds of such kernels, for moments, in the place of exchanges.
+    """
+    real = replace(DEVICE, scale=1.2, overhead=5e-5)
+    tiny, small = Operator("mul", "float32", 0, POINTS[0].num_bytes - 1), Operator("mul", "float32", 0, 1000)
+    assert real.seconds(tiny) == pytest.approx(real.scale * real.by_rates(tiny))
+    assert real.seconds(small) == pytest.approx(real.scale * real.by_rates(small) + real.overhead)
+    assert real.seconds(product(1, 1, 1)) > real.overhead  # its weight comes from the memory
+    calls = [[*[product(64, 64, 64)] * 40, *[tiny] * 1000], [product(1024, 1024, 1024)] * 4]
+    found = fitted(DEVICE, [MeasuredCall(operators=each, seconds=sum(map(real.seconds, each))) for each in calls])
+    assert found.overhead == pytest.approx(5e-5)
+    beside = fitted(replace(DEVICE, beside_host=True), [MeasuredCall(operators=each, seconds=1.0) for each in calls])
+    assert beside.overhead == pytest.approx(1.0 / len(calls[0]))  # each is a launch
+
+
 def test_numbers_are_never_negative() -> None:
     calls = [MeasuredCall(operators=[product(64, 64, 64)] * n, seconds=t) for n, t in ((40, 1e-6), (41, 1.0))]
     found = fitted(DEVICE, calls)

@@ -3,7 +3,8 @@
     seconds of a call  =  scale * sum of its kernels by these rates  +  overhead * their number
 
 Rates alone are too low by what caches, clocks and the process take; `fitted` finds both numbers from two calls. On a
-device that runs beside the process the overhead is what the process takes for a launch, on a CPU it comes on top.
+device that runs beside the process the overhead is what the process takes for a launch, on a CPU it comes on top: there
+it is what weights and maps take that are in no cache, so that kernels of fewer bytes than were measured have none.
 """
 
 import math
@@ -43,8 +44,8 @@ class MeasuredDevice:
     """Rates of one device in `dtype`. `memory` in bytes. `beside_host`: it runs beside the process that launches.
 
     `moving`: by COPY, FUNCTION and NORM, sorted by bytes. A call takes `scale` times the sum of its kernels, and
-    `overhead` seconds for each of them. `other_dtypes`: how many times as fast as in `dtype` products are in others, in
-    which a network in half precision keeps some of its layers.
+    `overhead` seconds for each that `has_overhead`. `other_dtypes`: how many times as fast as in `dtype` products are
+    in others, in which a network in half precision keeps some of its layers.
     """
 
     name: str
@@ -62,7 +63,13 @@ class MeasuredDevice:
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of one operator. Raises PlanError for a product in a dtype that was not measured."""
         found = self.scale * self.by_rates(operator)
-        return found if self.beside_host else found + self.overhead
+        return found if self.beside_host or not self.has_overhead(operator) else found + self.overhead
+
+    def has_overhead(self, operator: Operator) -> bool:
+        """Whether an operator is a launch, or, on a CPU, has a weight or maps that may be in no cache."""
+        if self.beside_host or operator.flops:
+            return True
+        return operator.num_bytes >= self.moving[kind_of(operator.name)][0].num_bytes
 
     def by_rates(self, operator: Operator) -> float:
         """Return the seconds by rates alone. Raises PlanError, see `seconds`."""
@@ -108,7 +115,8 @@ def fitted(device: MeasuredDevice, calls: Sequence[MeasuredCall]) -> MeasuredDev
     numbers solve two equations; where that would make one of them negative, it is 0.
     """
     sums = [sum(map(device.by_rates, call.operators)) for call in calls]
-    counts, times = [len(call.operators) for call in calls], [call.seconds for call in calls]
+    counts = [sum(map(device.has_overhead, call.operators)) for call in calls]
+    times = [call.seconds for call in calls]
     if device.beside_host:
         return replace(device, scale=times[-1] / sums[-1], overhead=times[0] / counts[0])
     scale, overhead = _solved(sums, counts, times)
