@@ -65,6 +65,7 @@ class PeerStream(PeerSocket):
             received = 0
         self.closed = not received
         self._filled += received
+        self.moved += received
         if self._filled == len(self._target):
             self._take(self._target)
         return True
