@@ -189,13 +189,7 @@ def plan_of(plan: object) -> Plan | None:
         plan = Plan.parse(plan)
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
-    plan.strategy.check_group_size(plan.patch)
-    is_of_patches = plan.strategy.axis == "patch" and plan.strategy.name != "exact"
-    if plan.patch == 1 and is_of_patches and not plan.strategy.for_one_rank:
-        raise PlanError(
-            f"plan {plan}: strategy={plan.strategy} says what ranks of axis 'patch' exchange, which with patch=1 are "
-            "one: use patch=2 or more, or leave the strategy out"
-        )
+    plan.check_strategy()
     return plan
 
 
