@@ -39,7 +39,7 @@ ONLY = {
     "comm.transport": {
         *("errors", "comm.kernels.pack_tensors", "launch.accelerators", "launch.anonymous_file"),
         *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
-        *("launch.hang_detection.WORK_TIMES", "launch.rendezvous.this_host"),
+        *("launch.hang_detection.WORK_TIMES", "launch.rendezvous.this_host", "launch.timed_call"),
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
     "shard.unet.layers": {

@@ -7,10 +7,8 @@ import importlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +25,7 @@ from patchpar.launch.accelerators import (
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
 from patchpar.launch.rendezvous import JOB
+from patchpar.launch.timed_call import within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -213,17 +212,12 @@ def _opened_store(own: GroupRank) -> Store:
     """
     from torch.distributed import rendezvous  # type: ignore[attr-defined]  # it is documented
 
-    opened: Future[Store] = Future()
+    def open_it() -> Store:
+        found = rendezvous("env://", own.rank, own.world_size, timeout=timedelta(seconds=own.deadline))
+        store: Store = next(found)[0]
+        return store
 
-    def open_it() -> None:
-        try:
-            found = rendezvous("env://", own.rank, own.world_size, timeout=timedelta(seconds=own.deadline))
-            opened.set_result(next(found)[0])
-        except Exception as error:  # noqa: BLE001  raised by `result`
-            opened.set_exception(error)
-
-    threading.Thread(target=open_it, name="patchpar-store", daemon=True).start()
-    return opened.result(own.deadline + ANSWER_SECONDS)
+    return within(own.deadline + ANSWER_SECONDS, open_it, "patchpar-store")
 
 
 def _why_no_store(error: Exception) -> str:

@@ -198,14 +198,6 @@ class StreamWaitingFlag(Protocol):
         """Say whether it waits."""
 
 
-@runtime_checkable
-class PartCounter(Protocol):
-    """Where a rank says that a long message moves, while the process waits for the rest of it."""
-
-    def count_part(self) -> None:
-        """Count a part that has come or gone."""
-
-
 class Transport(Protocol):
     """Sends and receives messages of one rank. `deadline`: limit of one wait in seconds, raised for slow models."""
 

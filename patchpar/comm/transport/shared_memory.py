@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.transport.arena import Arena, Segment
-from patchpar.comm.transport.message import Incoming, Messages, Outgoing, PartCounter, Work
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.peer_socket import DROPPED, FRAME, ArrivedMessage, OutgoingFrame, PeerSocket
-from patchpar.comm.transport.peer_stream import PeerStream, is_between_nodes
+from patchpar.comm.transport.peer_stream import PartCounter, PeerStream, is_between_nodes
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned

@@ -16,7 +16,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TimedOut
 from datetime import timedelta
 from functools import partial
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
+from patchpar.launch import timed_call
 from patchpar.launch.accelerators import current_index, select_device
 
 T = TypeVar("T")
@@ -126,18 +126,14 @@ class ProcessGroups:
 
 
 def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:
-    """Return what `work` returns on a thread with the same current `device`. Raises TimedOut, and what it raises."""
-    found, own = Future[T](), f"{device.type}:{current_index(device)}"
+    """As `timed_call.within`, with the same current `device` on the thread."""
+    own = f"{device.type}:{current_index(device)}"
 
-    def run() -> None:
-        try:
-            select_device(own)
-            found.set_result(work())
-        except BaseException as error:  # noqa: BLE001  raised again by whoever waits
-            found.set_exception(error)
+    def run() -> T:
+        select_device(own)
+        return work()
 
-    threading.Thread(target=run, name="patchpar-connect", daemon=True).start()
-    return found.result(seconds)
+    return timed_call.within(seconds, run)
 
 
 def urgent_options(timeout: timedelta) -> Any:
