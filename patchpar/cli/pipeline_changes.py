@@ -62,13 +62,12 @@ def scheduler_name(text: str) -> str:
 
 def change_pipeline(pipe: Any, lora: Sequence[str] | None, scheduler: str | None) -> None:
     """Load the LoRAs and set the scheduler on all ranks. Raises PlanError, and what diffusers raises for either."""
-    from patchpar.models.adapters import folder_and_name
+    from patchpar.models.adapters import load_lora
 
     found = loras_of(lora)
     names = [f"lora{number}" for number in range(len(found))]
     for name, each in zip(names, found, strict=True):
-        location, in_it = folder_and_name(each.source)
-        pipe.load_lora_weights(location, adapter_name=name, **in_it)
+        load_lora(pipe, each.source, name)
     if found:
         pipe.set_adapters(names, [each.scale for each in found])
     if scheduler is not None:

@@ -13,12 +13,8 @@ from patchpar.cli.flags import HostFlags, given
 from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
-from patchpar.errors import PlanError
-from patchpar.models.image_file import enlarged_size, read_image_file
+from patchpar.models.image_file import check_enlargement, enlarged_size, read_image_file
 from patchpar.models.task import RequestedTask
-
-MAX_SCALE = 16
-"""That of `patchpar.upscale`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +31,7 @@ class UpscaleFlags(HostFlags):
     def check(self) -> None:
         """Raise PlanError for invalid flags."""
         self.check_counts()
-        if not 1 < self.scale <= MAX_SCALE:
-            raise PlanError(f"--scale {self.scale:g}: it must be above 1 and at most {MAX_SCALE}")
-        if not 0 < self.strength < 1:
-            why = "it must be above 0, which adds no noise, and below 1, which keeps nothing"
-            raise PlanError(f"--strength {self.strength:g}: {why}")
+        check_enlargement(self.scale, self.strength, "--scale ", "--strength ")
         check_seed(self.seed)
         check_file(self.image, str(self.image))
         check_writable(self.output)

@@ -111,6 +111,11 @@ class Channel:
         self._bytes = bytearray()
         self._descriptors: list[int] = []
 
+    @property
+    def pending(self) -> int:
+        """Bytes of a frame of which only a part has come."""
+        return len(self._bytes)
+
     def fileno(self) -> int:
         """Return the file descriptor, for select."""
         return self._sock.fileno()

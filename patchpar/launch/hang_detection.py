@@ -1,6 +1,7 @@
 """Detect ranks that hang, from heartbeats, processor time and the waiting flag of every rank.
 
     a heartbeat, or a message to the caller     progress
+    parts of a long message                     progress, of the caller's too: slow networks take long for one
     processor time                              progress, also without a heartbeat: a kernel may run long
     waiting for another rank                    neither progress nor a fault; its processor time (polling) is ignored
 
@@ -40,11 +41,15 @@ class HangLimits:
 
 
 class RankActivity(NamedTuple):
-    """State of a rank: number of heartbeats, seconds of processor time, whether it waits for another rank."""
+    """State of a rank: number of heartbeats, seconds of processor time, whether it waits for another rank.
+
+    `moved`: number of parts of long messages that have come or gone.
+    """
 
     beats: int
     work: float
     waits: bool
+    moved: int = 0
 
 
 class RequestProgress:
@@ -60,7 +65,7 @@ class RequestProgress:
         self._beatless = dict.fromkeys(signs, 0.0)  # s since its last heartbeat, message or wait
 
     def count_message(self, rank: int) -> None:
-        """Record a message of this rank to the caller."""
+        """Record a message of this rank to the caller, or a part of a long one."""
         self.quiet = self.idle = self._idle[rank] = self._beatless[rank] = 0.0
 
     def pass_time(self, seconds: float, signs: Mapping[int, RankActivity]) -> None:
@@ -70,7 +75,7 @@ class RequestProgress:
         for rank, sign in signs.items():
             self._idle[rank] += seconds
             self._beatless[rank] += seconds
-            if sign.beats != self._signs[rank].beats:
+            if (sign.beats, sign.moved) != (self._signs[rank].beats, self._signs[rank].moved):
                 self.count_message(rank)
                 self._worked[rank] = sign.work
             if sign.waits:

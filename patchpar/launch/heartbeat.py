@@ -1,12 +1,12 @@
 """Heartbeats in shared memory: the last exchange point of a rank, readable also when it hangs or has been killed.
 
-    page:  [count][offset][waits][work][stream: u64 each] [length: u16, text] [length: u16, text] ...
+    page:  [count][offset][waits][work][stream][moved: u64 each] [length: u16, text] [length: u16, text] ...
                      |_______________________________________________________^
 
 A rank counts its heartbeats and stores the offset of the text of the last one. Worker and caller both map the page, an
 anonymous file. A text is written once, when it is first used, so that a heartbeat costs two stores. `waits` is not 0
 while the rank waits for another, `stream` is not while the stream of its GPU does; `work` is its processor time in ms,
-as of the last ping that it answered.
+as of the last ping that it answered. `moved` counts parts of long messages that have come or gone while it waits.
 """
 
 import mmap
@@ -16,8 +16,8 @@ import struct
 from patchpar.launch.hang_detection import RankActivity
 
 PAGE_BYTES = 256 * 1024  # unused pages take no memory
-HEAD = struct.Struct("<QQQQQ")
-COUNT, OFFSET, WAITS, WORK, STREAM = range(5)
+HEAD = struct.Struct("<QQQQQQ")
+COUNT, OFFSET, WAITS, WORK, STREAM, MOVED = range(6)
 LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
@@ -84,6 +84,10 @@ class WaitingFlag:
         """Store whether the stream of this rank's GPU waits for another rank. From one thread at a time."""
         self._head[STREAM] = waits
 
+    def count_part(self) -> None:
+        """Count a part of a long message that has come or gone. No heartbeat: ranks in step have equally many."""
+        self._head[MOVED] += 1
+
 
 class HeartbeatReader:
     """The reader, in the caller. Reading never blocks."""
@@ -133,5 +137,5 @@ class SentHeartbeat:
 
 
 def _activity(page: bytes | mmap.mmap) -> RankActivity:
-    count, _, waits, work, stream = HEAD.unpack_from(page, 0)
-    return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0)
+    count, _, waits, work, stream, moved = HEAD.unpack_from(page, 0)
+    return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0, moved=moved)

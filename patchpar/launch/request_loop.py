@@ -11,9 +11,9 @@
       | -- HOLD, HALT / - HELD -- |            to end it where all ranks can: see `pause_points`
       | -- ABORT ---------------> |            to those that are left when one is lost: no rank waits for another
 
-Progress is a heartbeat (read from shared memory), an event, a question or an answer, or work without any of them: see
-`hang_detection`. Time counts only while this process runs this loop, so that a suspended laptop or a slow callback
-makes no rank late.
+Progress is a heartbeat (read from shared memory), an event, a question or an answer, a part of a long one of these, or
+work without any of them: see `hang_detection`. Time counts only while this process runs this loop, so that a suspended
+laptop or a slow callback makes no rank late.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ MISSED_PINGS = 2.5  # unanswered pings after which a rank is not merely busy
 GRACE = 2.0  # s for the other ranks to finish after one has failed
 UNWIND_SECONDS = 10.0  # for ranks to answer after ABORT: those that compute notice it at their next exchange
 LONGEST_STEP = 1.0  # s; a longer time between two ticks was not the workers' fault
+PART = 1 << 16  # bytes: no answer to a ping has as many, so that these are of a message that comes slowly
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,9 +168,13 @@ class RequestLoop:
         return bool(self._left())
 
     def _receive(self, selector: selectors.BaseSelector, worker: RankProcess) -> None:
+        before = worker.channel.pending
         try:
             for frame in worker.channel.receive_ready():
                 self._handle(worker, frame)
+            if worker.channel.pending > max(before, PART):
+                self._unanswered[worker.rank] = 0.0
+                self._progress.count_message(worker.rank)
         except ChannelClosed:
             selector.unregister(worker.channel)
             self._died(worker)

@@ -87,6 +87,15 @@ def folder_and_name(source: str) -> tuple[str, dict[str, str]]:
     return (str(path.parent), {"weight_name": path.name}) if path.is_file() else (source, {})
 
 
+def load_lora(pipe: Any, source: str, name: str) -> None:
+    """Load a LoRA on all ranks as adapter `name`. `source`: a file, a folder or a hub name.
+
+    Raises PlanError, and what diffusers raises.
+    """
+    location, in_it = folder_and_name(source)
+    pipe.load_lora_weights(location, adapter_name=name, **in_it)
+
+
 def _check_name(name: str, file: Any) -> None:
     if file is not None and not str(file).endswith(SUFFIX):
         raise PlanError(f"{name}: {file} is no safetensors file, and anything else may be a pickle, {CONVERT}")

@@ -11,6 +11,8 @@ from patchpar.errors import PlanError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_SCALE = 16
+"""The largest enlargement of both sides of an image."""
 MOST_PIXELS = 80_000_000
 """Decoding takes about eight bytes for each pixel."""
 
@@ -77,6 +79,19 @@ def _in_eight_bits(image: "Image", label: str) -> "Image":
     if image.mode == "F" or values.min() < 0 or values.max() >= 2**16:
         raise PlanError(f"{label} has pixels of another range than 8 or 16 bits: save it with 8 bits")
     return Image.fromarray((values >> 8).astype(np.uint8))
+
+
+def check_enlargement(scale: float, strength: float, of_scale: str = "scale=", of_strength: str = "strength=") -> None:
+    """Raise PlanError for values that `patchpar.upscale` does not take.
+
+    `of_scale`, `of_strength`: what stands before the value in messages.
+    """
+    if not 1 < scale <= MAX_SCALE:
+        raise PlanError(f"{of_scale}{scale:g}: it must be above 1 and at most {MAX_SCALE}")
+    if not 0 < strength < 1:
+        raise PlanError(
+            f"{of_strength}{strength:g}: it must be above 0, which adds no noise, and below 1, which keeps nothing"
+        )
 
 
 def enlarged_size(width: int, height: int, scale: float, label: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.ray.executor import RayExecutor
 from patchpar.launch.shared_secret import check_trust, read_secret
+from patchpar.launch.slurm import check_task
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.models.files import path_of
@@ -189,13 +190,7 @@ def plan_of(plan: object) -> Plan | None:
         plan = Plan.parse(plan)
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
-    plan.strategy.check_group_size(plan.patch)
-    is_of_patches = plan.strategy.axis == "patch" and plan.strategy.name != "exact"
-    if plan.patch == 1 and is_of_patches and not plan.strategy.for_one_rank:
-        raise PlanError(
-            f"plan {plan}: strategy={plan.strategy} says what ranks of axis 'patch' exchange, which with patch=1 are "
-            "one: use patch=2 or more, or leave the strategy out"
-        )
+    plan.check_strategy()
     return plan
 
 
@@ -203,10 +198,10 @@ def _devices_of(devices: object, plan: Plan | None) -> Devices:
     world = torchrun_world()
     if world is not None:
         found = of_torchrun(devices, world)
-    elif plan is not None and devices == "auto":
-        found = resolve_devices(plan.world_size)
     else:
-        found = resolve_devices(devices)
+        wanted = plan.world_size if plan is not None and devices == "auto" else devices
+        check_task(wanted)
+        found = resolve_devices(wanted)
     if plan is not None:
         plan.check_devices(len(found.names))
     return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import enlarged_size
+from patchpar.models.image_file import check_enlargement, enlarged_size
 from patchpar.pipeline.auto_plan import choose_for_upscale
 
 if TYPE_CHECKING:
@@ -40,12 +40,7 @@ def upscale(
 
 
 def _check(pipe: ParallelPipeline, scale: float, strength: float) -> None:
-    if not 1 < scale <= 16:
-        raise PlanError(f"scale={scale:g}: it must be above 1 and at most 16")
-    if not 0 < strength < 1:
-        raise PlanError(
-            f"strength={strength:g}: it must be above 0, which adds no noise, and below 1, which keeps nothing"
-        )
+    check_enlargement(scale, strength)
     if not {"image", "strength"} <= set(pipe.description.parameters):
         raise PlanError(
             f"{pipe.description.pipeline} does not start from an image: load the model with "

@@ -214,6 +214,19 @@ class Plan:
             options["strategy"] = strategy
         return cls(**options)
 
+    def check_strategy(self) -> None:
+        """Raise PlanError for a strategy that has no effect with these degrees, or does not allow them.
+
+        Of what somebody asks for: a call that has lost ranks goes on with one, whatever its strategy.
+        """
+        self.strategy.check_group_size(self.patch)
+        is_of_patches = self.strategy.axis == "patch" and self.strategy.name != "exact"
+        if self.patch == 1 and is_of_patches and not self.strategy.for_one_rank:
+            raise PlanError(
+                f"plan {self}: strategy={self.strategy} says what ranks of axis 'patch' exchange, which with patch=1 "
+                "are one: use patch=2 or more, or leave the strategy out"
+            )
+
     def check_devices(self, count: int) -> None:
         """Raise PlanError unless the plan takes exactly `count` devices."""
         if self.world_size != count:

@@ -236,6 +236,7 @@ class CallRules:
             if request.strategy is None and request.plan == "auto":
                 return "auto"
             plan = self._parsed(request)
+            plan.check_strategy()
             if plan.world_size > self.devices:
                 plan.check_devices(self.devices)
         except PlanError as error:

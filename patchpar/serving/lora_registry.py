@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.models.adapters import folder_and_name
+from patchpar.models.adapters import load_lora
 from patchpar.serving.pipeline_fields import MAX_SCALE, LoraField
 from patchpar.serving.request_error import RequestError, nearest
 
@@ -39,9 +39,8 @@ class RegisteredLora:
         """
         if METHOD not in pipe.description.methods:
             raise PlanError(f"LoRA {self.name}: this model, a {pipe.description.pipeline}, takes no LoRAs")
-        location, in_it = folder_and_name(self.source)
         try:
-            pipe.load_lora_weights(location, adapter_name=self.name, **in_it)
+            load_lora(pipe, self.source, self.name)
             if not any(self.name in names for names in pipe.get_list_adapters().values()):
                 raise ValueError("it has no weights for the networks of this model")
             pipe.disable_lora()

@@ -11,6 +11,7 @@ from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 from patchpar.serving.pipeline_fields import MAX_PRIORITY
 from patchpar.serving.rank_pool import RankState
+from patchpar.serving.unsent_responses import UnsentResponses
 
 STATES = ("loading", "ready", "lost", "draining")
 RANK_STATES = get_args(RankState)
@@ -24,14 +25,13 @@ PRIORITIES = range(-MAX_PRIORITY, MAX_PRIORITY + 1)
 
 
 class ServerMetrics:
-    """Metrics in a registry of their own."""
+    """Metrics in a registry of their own. `unsent`: the responses on their way."""
 
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.unsent: set[str] = set()
-        """IDs of requests whose responses have not been sent."""
+        self.unsent = UnsentResponses()
         self._requests = Counter(
             "patchpar_requests_total", "Requests by route and status.", ["route", "code"], registry=registry
         )

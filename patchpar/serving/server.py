@@ -19,6 +19,8 @@ from patchpar.stream.web.shutdown import computation_abandoned, ended_at_once, s
 
 WRITE_SECONDS = 2
 """Time for the last responses to be sent, where the grace period is over."""
+UNREAD_SECONDS = 5.0
+"""A client that has taken nothing of its response for so long is not waited for."""
 LOOK_SECONDS = 0.05
 """Between looks at responses that are being sent."""
 
@@ -61,12 +63,13 @@ class ModelServer:
         """Accept nothing more, and finish what was accepted within the grace period. Return whether it has ended.
 
         Results are encoded and sent after their jobs have ended, which takes seconds for large images and slow clients.
+        Those who read nothing are not waited for.
         """
         seconds, unsent = self.service.settings.grace, self.service.metrics.unsent
         give_up = time.monotonic() + seconds
         has_ended = self.service.drain(seconds)
-        last = frozenset(unsent)
-        while any(each in unsent for each in last) and time.monotonic() < give_up:
+        last = unsent.names
+        while unsent.waited_for(last, UNREAD_SECONDS) and time.monotonic() < give_up:
             time.sleep(LOOK_SECONDS)
         return has_ended
 

@@ -32,8 +32,8 @@ class ServedModel:
     gives it. Requests that leave devices free run at the same time. `measured`: where seconds of steps are kept, and of
     what they are. `loras`: those that requests may select. `batch`: most requests of one call; `batch_wait`: seconds
     for which an idle server waits for them. `quality_steps`: steps by the field `quality`. `recovers`: a request
-    that has lost a worker goes on. Raises PlanError for a plan with axis data, two LoRAs of one name, an unknown
-    quality, and numbers out of bounds.
+    that has lost a worker goes on. Raises PlanError for a plan with axis data, or with a strategy that has no
+    effect, two LoRAs of one name, an unknown quality, and numbers out of bounds.
     """
 
     model: str
@@ -54,6 +54,8 @@ class ServedModel:
                 f"plan {self.plan}: axis data divides prompts, and a server makes one image after another: use cfg, "
                 "patch or stage"
             )
+        if isinstance(self.plan, Plan):
+            self.plan.check_strategy()
         self._check_batches()
         names = [each.name for each in self.loras]
         if len(set(names)) < len(names):

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 import patchpar
-from patchpar.cli.upscale import MAX_SCALE
 from patchpar.errors import PlanError
+from patchpar.models.image_file import MAX_SCALE
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.launch import accelerators, devices
 from patchpar.launch.devices import of_torchrun, resolve_devices
+from patchpar.pipeline.startup import _devices_of
+from patchpar.plan.plan import Plan
 
 
 @pytest.fixture
@@ -210,3 +212,21 @@ def test_hardware_is_the_processor_and_all_cards_that_compute(monkeypatch, tmp_p
     monkeypatch.setattr(devices, "PCI_DEVICES", tmp_path / "none")
     monkeypatch.setattr(devices, "CPU_FILE", tmp_path / "none")
     assert devices.hardware.__wrapped__() == ()
+
+
+@pytest.mark.parametrize(("devices", "plan"), [("auto", None), ("cpu:2", None), (2, None), ("auto", Plan(patch=2))])
+def test_several_tasks_of_slurm_do_not_each_start_all_workers(no_gpu, monkeypatch, devices, plan):
+    """One task starts them, and so does one that works alone on a device that is named."""
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    for tasks in ("", "1", "4"):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        assert _devices_of("cpu", None).names == ("cpu",)
+        assert _devices_of("auto", Plan()).names == ("cpu",)
+        if tasks != "4":
+            assert _devices_of(devices, plan).names
+            continue
+        with pytest.raises(PlanError, match=r"task 1 of 4 that srun has started, .* start one task \(srun"):
+            _devices_of(devices, plan)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert len(_devices_of("auto", plan).names) == 2  # ranks of torchrun, one of which runs in each task

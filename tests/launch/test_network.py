@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, shared_memory
 from patchpar.comm.transport.peer_stream import HEAD_BYTES, PeerStream
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
@@ -388,6 +388,51 @@ def test_no_memory_is_taken_for_a_length_that_the_peer_has_not_sent(
             other.send_recv([], [Incoming(0, (TensorSpec((9,), torch.float32),))], "there").wait()
         other.close()
     assert max(taken) <= 64
+
+
+def test_a_message_may_take_longer_than_a_wait_as_long_as_bytes_come(
+    lines: tuple[TaggedSocket, TaggedSocket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of it comes two thirds of the limit after the one before; the caller is told of each."""
+    first, second = transports(lines)
+    counted: list[None] = []
+    second.waiting = Counting(counted)
+    first.send_recv([Outgoing((1,), (torch.arange(9000.0),))], [], "there")
+    lines[1].setblocking(True)
+    data = _all_of(lines[1], HEAD_BYTES + 36_032)
+    there, here = socket.socketpair()
+    second._lines[0] = PeerStream(0, TaggedSocket(here, _same(lines[1])))
+    parts = [data[at : at + 4000] for at in range(0, len(data), 4000)]
+    now = time.monotonic()
+
+    def sleep(*args: Any, **rest: Any) -> None:
+        nonlocal now
+        now += second.deadline * 2 / 3
+        there.sendall(parts.pop(0))
+        slept(*args, **rest)
+
+    slept, second._spin = second._sleep, 0.0
+    monkeypatch.setattr(second, "_sleep", sleep)
+    monkeypatch.setattr(shared_memory, "time", SimpleNamespace(monotonic=lambda: now))
+    work = second.send_recv([], [Incoming(0, (TensorSpec((9000,), torch.float32),))], "there")
+    assert torch.equal(work.wait()[0][0], torch.arange(9000.0))
+    assert not parts
+    assert len(counted) >= 8
+    there.close()
+
+
+class Counting(contextlib.nullcontext):  # type: ignore[type-arg]
+    """Stands for a rank's WaitingFlag."""
+
+    def count_part(self) -> None:
+        self.enter_result.append(None)
+
+
+def _all_of(line: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        data += line.recv(num_bytes - len(data))
+    return bytes(data)
 
 
 def test_a_peer_that_is_gone_is_named(lines: tuple[TaggedSocket, TaggedSocket]) -> None:

@@ -40,6 +40,11 @@ def resting(second: float) -> RankActivity:
     return RankActivity(beats=5 + int(second / 5), work=100 + second / 10_000, waits=True)
 
 
+def receiving(second: float) -> RankActivity:
+    """For another rank, a part of whose message comes every twenty seconds."""
+    return RankActivity(beats=5, work=100 + second / 10_000, waits=True, moved=int(second / 20))
+
+
 def until(change: float, before: Show, after: Show) -> Show:
     return lambda second: (before if second < change else after)(second)
 
@@ -69,6 +74,7 @@ LIMITS = HangLimits.of_call(DEADLINE, 0.0)
         [until(1500, working, computing), waiting],
         [until(900, working, waiting), until(900, waiting, working)],
         [resting, waiting],
+        [receiving, waiting],
     ],
     ids=lambda shows: "+".join(show.__name__ for show in shows),
 )

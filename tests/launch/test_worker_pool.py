@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from patchpar.errors import LaunchError, WorkerError
-from patchpar.launch.channel import EMPTY, Channel
+from patchpar.launch import request_loop
+from patchpar.launch.channel import EMPTY, Channel, ChannelFrame, FrameKind, frame_bytes
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.hang_detection import HangLimits, RankActivity
+from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.pool import WorkerPool
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.request_loop import RequestLoop, RequestOutcome
@@ -87,3 +90,39 @@ def test_a_worker_whose_channel_another_thread_has_closed_has_died() -> None:
     theirs.close()
     loop = RequestLoop([worker(0, channel=channel)], 1, Callbacks(), limits=HangLimits.of_call(1.0, 0.0))
     assert loop.run([]).died == [0]
+
+
+class Drip:
+    """A clock that passes half a second with each look at it, and sends a part of what comes slowly then."""
+
+    def __init__(self, line: socket.socket, parts: list[bytes]) -> None:
+        self._line, self._parts, self._now = line, parts, 0.0
+
+    def monotonic(self) -> float:
+        self._now += 0.5
+        if self._parts:
+            self._line.sendall(self._parts.pop(0))
+        return self._now
+
+
+SLOW = frame_bytes(ChannelFrame(FrameKind.RESULT, 1, EncodedMessage(stream=pickle.dumps(bytes(3_000_000)))))
+PONG = frame_bytes(ChannelFrame(FrameKind.PONG, 1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_stuck"),
+    [([SLOW[at : at + 100_000] for at in range(0, len(SLOW), 100_000)], False), ([PONG] * 30, True)],
+    ids=["message", "pongs"],
+)
+def test_a_message_that_comes_slowly_is_progress_and_answers_to_pings_are_none(
+    parts: list[bytes], is_stuck: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a rank that shows nothing else: between nodes its heartbeat comes with its messages."""
+    ours, theirs = socket.socketpair()
+    loop = RequestLoop([worker(0, channel=Channel(ours))], 1, Callbacks(), limits=HangLimits.of_call(5.0, 0.0))
+    monkeypatch.setattr(request_loop, "time", Drip(theirs, list(parts)))
+    outcome = loop.run([])
+    assert outcome.stuck == ([0] if is_stuck else [])
+    assert (0 in outcome.results) != is_stuck
+    ours.close()
+    theirs.close()

@@ -66,6 +66,12 @@ def test_a_plan_of_the_server_says_how_many() -> None:
     assert (call.degree, call.devices_of(served)) == (3, 3)
 
 
+def test_a_strategy_without_patches_is_refused_before_the_model_is_loaded() -> None:
+    with pytest.raises(PlanError, match="with patch=1 are one: use patch=2 or more"):
+        ServedModel(model="fake", devices=FOUR, plan=Plan(cfg=2, strategy="displaced"))
+    assert ServedModel(model="fake", devices=FOUR, plan=Plan(strategy="structure")).plan == Plan(strategy="structure")
+
+
 def test_a_plan_that_divides_weights_is_that_of_all_requests() -> None:
     """Also "auto" asks for another one: a server holds its weights as its own plan says."""
     served = ServedModel(model="fake", devices=FOUR, plan=Plan(patch=4, weights="sharded"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar import ParallelPipeline
@@ -32,7 +35,7 @@ from patchpar.serving.server import serve
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings
 from tests.serving.fakes import FakeGenerator
-from tests.serving.requests import PATH
+from tests.serving.requests import PATH, until
 from tests.serving.test_images import SMALL, generated, image_of
 
 BODY = {"prompt": "a fox"}
@@ -108,6 +111,28 @@ def test_what_has_ended_is_sent_within_the_grace_period(monkeypatch: pytest.Monk
         with pytest.raises(SystemExit):
             server.serve(service, request, lambda: None)
         assert answers[0].result(20).status_code == 200
+
+
+def test_a_client_that_reads_nothing_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its events do not fit into the buffers of the connection, and the grace period is longer than the test waits."""
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
+    service = ImageService(FakeGenerator(), ServerSettings(port=0, grace=10 * SECONDS))  # type: ignore[arg-type]
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (1024, 1024, 3), dtype=np.uint8))
+    monkeypatch.setattr("tests.serving.fakes.Image.new", lambda *_: noise)
+    body = json.dumps({**BODY, "n": 10, "stream": True}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+
+    def ended(client: socket.socket) -> bool:
+        with server.ModelServer(service) as found:
+            found.start()
+            service.load()
+            client.connect(("127.0.0.1", int(found.url.rpartition(":")[2])))
+            client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: bool(service.metrics.unsent.unread_for(0.1)), "a response that nobody reads")
+            return found.drain()
+
+    with ThreadPoolExecutor(1) as pool, socket.socket() as client:
+        assert pool.submit(ended, client).result(SECONDS / 3)
 
 
 @pytest.mark.parametrize(

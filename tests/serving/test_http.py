@@ -96,6 +96,9 @@ BAD: list[tuple[dict[str, Any], str | None, str, str]] = [
     ({"plan": "stage=1,encoders=one"}, "plan", "invalid_value", "cfg, patch and a strategy"),
     ({"plan": "data=2"}, "plan", "invalid_value", "2 devices"),
     ({"strategy": "nothing"}, "strategy", "invalid_value", "nothing"),
+    ({"plan": "strategy=displaced"}, "plan", "invalid_value", "with patch=1 are one"),
+    ({"plan": "single", "strategy": "displaced"}, "plan", "invalid_value", "with patch=1 are one"),
+    ({"strategy": "displaced"}, "strategy", "invalid_value", "with patch=1 are one"),
 ]
 
 

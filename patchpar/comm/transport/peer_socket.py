@@ -52,6 +52,7 @@ class PeerSocket:
         self.unread: Counter[int] = Counter()  # messages to the peer in each of our segments
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
         self.closed = False
+        self.moved = 0  # bytes of messages that have come through the socket itself
         self._rest = b""
         self._descriptors: list[int] = []
 

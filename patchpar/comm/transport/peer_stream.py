@@ -11,6 +11,7 @@ values, and some microseconds.
 import hmac
 import socket
 from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +25,14 @@ NOWHERE = -1
 """The segment of what has been read from the socket."""
 HEAD_BYTES = FRAME.size + 2 * TAG_BYTES
 NOTHING = OutgoingFrame(memoryview(b""))
+
+
+@runtime_checkable
+class PartCounter(Protocol):
+    """Where a rank says that a long message moves, while the process waits for the rest of it."""
+
+    def count_part(self) -> None:
+        """Count a part that has come or gone."""
 
 
 def is_between_nodes(link: socket.socket) -> bool:
@@ -65,6 +74,7 @@ class PeerStream(PeerSocket):
             received = 0
         self.closed = not received
         self._filled += received
+        self.moved += received
         if self._filled == len(self._target):
             self._take(self._target)
         return True

@@ -28,7 +28,7 @@ from torch import Tensor
 from patchpar.comm.transport.arena import Arena, Segment
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.peer_socket import DROPPED, FRAME, ArrivedMessage, OutgoingFrame, PeerSocket
-from patchpar.comm.transport.peer_stream import PeerStream, is_between_nodes
+from patchpar.comm.transport.peer_stream import PartCounter, PeerStream, is_between_nodes
 from patchpar.comm.transport.poison import Poisonable
 from patchpar.errors import ExchangeError
 from patchpar.launch.anonymous_file import aligned
@@ -43,7 +43,7 @@ Numbered = tuple[PeerSocket, int]
 class SharedMemoryTransport(Poisonable):
     """Messages from one rank to others over the sockets `links`, most of them of its host. `add` takes further ones.
 
-    `deadline`: seconds of one wait.
+    `deadline`: seconds of one wait, in which nothing of a message comes or goes.
     """
 
     collectives = None
@@ -180,6 +180,7 @@ class SharedMemoryTransport(Poisonable):
             try:
                 if descriptor is None:
                     data = data[line.link.send(data) :]  # a frame without its message is sent whole or not at all
+                    give_up = self._with_part(give_up) if data else give_up
                 else:
                     data, descriptor = data[socket.send_fds(line.link, [data], [descriptor]) :], None
             except BlockingIOError:  # the peer's buffer is full: read meanwhile, or both ranks would block
@@ -224,17 +225,26 @@ class SharedMemoryTransport(Poisonable):
         return number in line.arrived or line.closed
 
     def _frame_of(self, line: PeerSocket, number: int, where: str) -> ArrivedMessage:
-        start = time.monotonic()
+        start, moved = time.monotonic(), line.moved
+        give_up = start + self.deadline
         while number not in line.arrived:
             if line.read(self._arena):
                 continue
+            if line.moved != moved:
+                give_up, moved = self._with_part(give_up), line.moved
             if line.closed:
                 raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone")
             if time.monotonic() - start < self._spin:
                 os.sched_yield()
             else:
-                self._sleep(start + self.deadline, where, line)
+                self._sleep(give_up, where, line)
         return line.arrived.pop(number)
+
+    def _with_part(self, give_up: float) -> float:
+        """Return when to give up a wait in which a part of a long message has come or gone; also tell the caller."""
+        if isinstance(self.waiting, PartCounter):
+            self.waiting.count_part()
+        return max(give_up, time.monotonic() + self.deadline)
 
     def _sleep(self, give_up: float, where: str, line: PeerSocket, *, writing: bool = False) -> None:
         """Wait for a frame of any peer (or until `line` can be written) and read all, so that no socket fills up."""

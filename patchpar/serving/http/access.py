@@ -5,6 +5,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from hashlib import sha256
 
 from fastapi.responses import JSONResponse
@@ -65,14 +66,19 @@ class RequestGuard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, request_id.encode())]}
-            await send(message)
+            with self._metrics.unsent.sending(request_id):
+                await send(message)
 
+        found: Send = answer
         if not scope["path"].startswith(self._pages or NO_PATH):  # which hold connections open as long as they are
-            self._metrics.unsent.add(request_id)
+            self._metrics.unsent.begin(request_id)
+            if scope["method"] == "HEAD":
+                scope, found = {**scope, "method": "GET"}, _head_of(answer)
         try:
-            await self._answered(scope, receive, answer, request_id, has_begun=lambda: status != GONE)
+            with suppress(ClientDisconnect):
+                await self._answered(scope, receive, found, request_id, has_begun=lambda: status != GONE)
         finally:
-            self._metrics.unsent.discard(request_id)
+            self._metrics.unsent.end(request_id)
             route = getattr(scope.get("route"), "path", NO_ROUTE)
             self._metrics.observe_response(route, status, time.perf_counter() - start)
 
@@ -95,7 +101,7 @@ class RequestGuard:
                 scope["state"]["owner"] = self._key_of(scope)
             await self._app(scope, receive, send)
         except ClientDisconnect:
-            return
+            raise
         except Exception as error:
             if has_begun():  # its status was sent, so that only the connection can say it
                 log.exception("request %s failed after its response had begun", request_id)
@@ -129,6 +135,17 @@ class RequestGuard:
         if not keys.accept(given):
             raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
         return sha256(given.partition(b" ")[2].strip()).hexdigest() if keys else ""
+
+
+def _head_of(send: Send) -> Send:
+    """Return what sends the head of a response, and then ends it as if the client had gone."""
+
+    async def answer(message: Message) -> None:
+        await send(message)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        raise ClientDisconnect
+
+    return answer
 
 
 def _header_of(scope: Scope, wanted: bytes) -> bytes:

@@ -128,4 +128,6 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
-    return error_response(RequestError(reason, status=error.status_code, code=code))
+    answer = error_response(RequestError(reason, status=error.status_code, code=code))
+    answer.headers.update(error.headers or {})  # `Allow`, where it is the method
+    return answer
