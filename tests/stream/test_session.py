@@ -30,6 +30,7 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
+    LostStage,
     ProducedBlock,
     PromptUpdate,
     ReferenceUpdate,
@@ -363,6 +364,26 @@ def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
     assert torch.equal(chunks[2].frames, chunks[1].frames[-1:])
     assert (chunks[2].pts, chunks[2].audio) == (6 / 20, None)
     assert stream.status == "finished"
+
+
+def test_the_frame_that_is_held_is_a_copy() -> None:
+    """Who gets a chunk may write to its frames; nor do they all stay in memory."""
+    with session(Ranks(), blocks=1).begin() as stream:
+        chunk = next(stream)
+        held = stream._last
+        assert held is not None
+        chunk.frames.fill_(9)
+        assert int(held.frames.max()) == 0
+
+
+def test_a_first_stage_that_is_lost_is_told_what_blocks_before_it_have_changed() -> None:
+    """Also those that have begun and not come out."""
+    driver, changed = session(Ranks())._driver, PromptUpdate(text="b", transition="blend", over=2)
+    driver._resume_state.updates, driver._resume_state.next_out = {"prompt": PromptUpdate(text="a")}, 1
+    orders = {1: (changed,), 2: (), 3: ()}
+    driver._sent = {block: (BeginBlock(inputs=(), updates=updates), None) for block, updates in orders.items()}
+    driver._note_lost(LostStage(block=3, start=0, stop=1))
+    assert driver._sent[3][0].updates == (PromptUpdate(text="b"),)
 
 
 def test_a_pause_while_degraded_is_still_degraded() -> None:
