@@ -239,6 +239,14 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
     assert [rank for rank, word in ranks.reported if isinstance(word, CancelStream)] == [0, 1]
 
 
+def test_ranks_of_a_stream_that_was_cancelled_before_they_began_are_told() -> None:
+    """Else they would wait for orders."""
+    driver, sent = session(Ranks())._driver, list[tuple[int, Any]]()
+    driver.cancel()
+    driver._on_start(lambda rank, value: sent.append((rank, value)))
+    assert sent == [(0, CancelStream()), (1, CancelStream())]
+
+
 def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
     with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
         pass
@@ -704,6 +712,18 @@ def test_an_interruption_drops_what_nobody_has_begun_to_say() -> None:
     with session(again, blocks=None, track=whole(wanted)).begin() as stream:
         list(stream)
     assert torch.equal(heard(ranks), heard(again))
+
+
+def test_audio_of_another_rate_ends_with_its_last_sample_and_at_an_interruption_at_once() -> None:
+    """The filter between rates holds back some of it."""
+    track, double = AudioTrack(AUDIO, FRAMES), 2 * AUDIO.rate
+    track.push(torch.ones(2000), double)
+    track.push(torch.ones(500), AUDIO.rate)
+    assert track.seconds_from(0) == pytest.approx((1000 + 500) / AUDIO.rate)
+    track.push(torch.ones(2000), double)
+    track.interrupt(0)
+    track.push(torch.zeros(8000), double)
+    assert not track.take(0)[1].any()
 
 
 def test_without_audio_a_stream_is_kept_alive_by_silence() -> None:
