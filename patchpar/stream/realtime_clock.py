@@ -24,7 +24,7 @@ class RealtimeClock:
     def due(self, pts: float, now: float, dropped: int) -> float:
         """Return when the next chunk is due, `now` at the earliest. `dropped`: chunks that were dropped until now."""
         if self._first is None:
-            self._first, self._pts, self._dropped = now - pts, pts, dropped
+            self._first = self._start = now - pts
         # At CATCH_UP times its speed an interval between two chunks is shorter by this part of it.
         earlier = max(0.0, pts - self._pts) * (1 - 1 / CATCH_UP)
         start = self._start - earlier if dropped == self._dropped else self._first

@@ -238,8 +238,9 @@ def test_a_repeated_or_left_out_message_is_refused():
 def test_a_message_of_another_rank_or_for_something_else_is_refused():
     sender, reader = sealed_pair()
     refused(reader, "results", 2, sender.seal("results", b"1"))
-    sender, reader = sealed_pair()
-    refused(reader, "errors", 0, sender.seal("results", b"1"))
+    for purpose in ("errors", "prompts"):  # of another length, and of the same
+        sender, reader = sealed_pair()
+        refused(reader, purpose, 0, sender.seal("results", b"1"))
     sender, reader = sealed_pair()
     message = sender.seal("result", b"s1")
     refused(reader, "results", 0, message[:TAG_BYTES] + b"1")

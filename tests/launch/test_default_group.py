@@ -1,10 +1,12 @@
 """When ranks have a group of torch.distributed, through which backend, and what is said if it cannot be made."""
 
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch import default_group, torchrun_connection
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
 from patchpar.launch.executor import longest_wait
+from patchpar.launch.handshake import GroupStore
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import ranks_of_torchrun
 
@@ -48,6 +51,17 @@ def made(monkeypatch):
 )
 def test_the_backend_goes_by_the_cards(cards, backend):
     assert backend_for(cards) == backend
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="elsewhere it has a name")
+def test_the_file_of_a_store_is_closed_once():
+    store = GroupStore()
+    (descriptor,) = store.inherit
+    os.fstat(descriptor)
+    store.close()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+    store.close()
 
 
 def test_rank_0_opens_the_store_at_a_port_that_it_has_kept():

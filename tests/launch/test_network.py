@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import secrets
 import socket
 import threading
@@ -24,9 +25,20 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import AuthenticationError, ExchangeError
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.messages import decode, encode
+from patchpar.launch.network import listener as listener_module
 from patchpar.launch.network import tagged_socket
-from patchpar.launch.network.handshake import CLIENT, READY, ConnectionKeys, admit, introduce, session_key
-from patchpar.launch.network.listener import HANDSHAKE_SECONDS, MOST_HANDSHAKES, RankListener
+from patchpar.launch.network.handshake import (
+    CLIENT,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    READY,
+    ConnectionKeys,
+    admit,
+    introduce,
+    receive_exactly,
+    session_key,
+)
+from patchpar.launch.network.listener import MOST_HANDSHAKES, RankListener
 from patchpar.launch.network.network_link import NetworkLink
 from patchpar.launch.network.remote_rank import ReadyRank
 from patchpar.launch.network.remote_worker import RemoteStarter
@@ -151,6 +163,20 @@ def test_a_queue_of_this_node_that_is_full_is_waited_for(monkeypatch: pytest.Mon
     accepted[0].close()
 
 
+def test_a_queue_of_this_node_that_stays_full_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError("it waits after its time")
+
+    monkeypatch.setattr(tagged_socket.time, "sleep", wait)
+    name = secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as before:
+        server.bind("\0" + name)
+        server.listen(0)
+        before.connect("\0" + name)
+        with pytest.raises(TimeoutError, match="does not accept connections"):
+            connect_to(RankAddress("one", HERE, 0, name), "one", KEY, TOKEN, time.monotonic() - 1)
+
+
 def test_ranks_that_have_been_connected_are_known_before_one_fails() -> None:
     """What the pool does not know it cannot end."""
     spec = WorkerPoolSpec(
@@ -211,19 +237,63 @@ def test_a_recorded_connection_is_not_accepted_again() -> None:
             asked.result()
 
 
+def test_the_proof_of_a_server_is_none_of_a_client() -> None:
+    """Else who has no key could send the server its own proof."""
+    client, server = socket.socketpair()
+    with client, server, ThreadPoolExecutor() as threads:
+        asked = threads.submit(admit, server, KEY, soon())
+        client.sendall(TOKEN + bytes(NONCE_BYTES))
+        client.sendall(client.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)[NONCE_BYTES:])
+        with pytest.raises(AuthenticationError, match="without the key"):
+            asked.result()
+
+
+def test_what_an_end_has_sent_is_not_accepted_when_it_comes_back(lines: tuple[TaggedSocket, TaggedSocket]) -> None:
+    StreamChannel(lines[0]).send(ChannelFrame(FrameKind.CALL, 1, encode("text")))
+    lines[1].sendall(lines[1].recv(1 << 16))
+    with pytest.raises(AuthenticationError, match="changed on the way"):
+        StreamChannel(lines[0]).receive()
+
+
+def test_a_server_that_is_not_ready_is_no_connection() -> None:
+    client, server = socket.socketpair()
+    with client, server, ThreadPoolExecutor() as threads:
+        asked = threads.submit(lambda: (admit(server, KEY, soon()), server.sendall(b"x")))
+        with pytest.raises(ConnectionResetError, match="before it was ready"):
+            introduce(client, KEY, TOKEN, soon())
+        asked.result()
+
+
+def test_a_handshake_that_trickles_in_is_given_up() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(bytes(NONCE_BYTES))
+        with pytest.raises(TimeoutError, match="has not answered in time"):
+            receive_exactly(ours, NONCE_BYTES, time.monotonic() - 1)
+
+
+@pytest.mark.parametrize("node", ["one", "two"])
+def test_a_connection_waits_without_a_limit_after_its_handshake(listener: RankListener, node: str) -> None:
+    """The limit of the handshake would else be one of every later message."""
+    ours, theirs = connected(listener, node)
+    with ours, theirs:
+        assert [os.get_blocking(end.fileno()) for end in (ours, theirs)] == [True, True]
+
+
 def test_a_stranger_that_says_nothing_holds_up_nobody(listener: RankListener) -> None:
     with socket.create_connection((HERE, listener.address.port)):
         assert all(connected(listener, "two"))
 
 
-def test_many_strangers_that_say_nothing_hold_up_nobody(listener: RankListener) -> None:
+def test_many_strangers_that_say_nothing_hold_up_nobody(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one that has been silent for longest is closed for the next."""
+    monkeypatch.setattr(listener_module, "HANDSHAKE_SECONDS", 1000.0)
     with contextlib.ExitStack() as stack:
         address = HERE, listener.address.port
         strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(MOST_HANDSHAKES + 1)]
-        begin = time.monotonic()
         assert all(connected(listener, "two"))
-        assert time.monotonic() < begin + HANDSHAKE_SECONDS / 2
         strangers[0].settimeout(SECONDS)
         assert strangers[0].recv(1) == b""
         strangers[-1].settimeout(0.05)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerHung
-from patchpar.launch.network import remote_worker
+from patchpar.launch.network import remote_rank, remote_worker
 from patchpar.launch.worker_executor import WorkerExecutor
 from tests.launch.conftest import PLAIN, all_gone
 from tests.launch.forked_actors import ForkedActors, executor_on
@@ -102,8 +102,12 @@ def test_a_rank_with_another_secret_is_refused(tmp_path: Path) -> None:
     assert actors.have_ended()
 
 
-def test_hosts_that_have_nothing_to_know_one_another_by_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_worker, "this_host", lambda: "another host")
+@pytest.mark.parametrize(("caller", "ranks"), [("one host", "another host"), ("", "")], ids=["several", "unknown"])
+def test_hosts_that_have_nothing_to_know_one_another_by_do_not_start(
+    monkeypatch: pytest.MonkeyPatch, caller: str, ranks: str
+) -> None:
+    monkeypatch.setattr(remote_worker, "this_host", lambda: caller)
+    monkeypatch.setattr(remote_rank, "this_host", lambda: ranks)
     actors = ForkedActors(("one", "two"))
     with executor_on(actors, PLAIN) as executor, pytest.raises(LaunchError, match=r"several hosts.*secret_file="):
         executor.call("rank")

@@ -24,6 +24,16 @@ def test_an_interrupt_when_ranks_have_just_been_taken_gives_them_back():
         assert locks.are_held_here
 
 
+def test_a_call_that_is_not_wanted_any_more_takes_no_ranks_that_are_free():
+    def refuse():
+        raise ValueError("cancelled")
+
+    locks = RankLocks()
+    with pytest.raises(ValueError, match="cancelled"), locks.holding((0,), refuse):
+        raise AssertionError("not reached")
+    assert not locks.are_held_here
+
+
 def test_ranks_that_could_not_be_had_stay_with_those_who_have_them():
     def refuse():
         raise ValueError("cancelled")

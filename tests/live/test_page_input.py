@@ -126,6 +126,8 @@ def test_images_of_one_page_at_a_time(served: Inputs) -> None:
     until(lambda: camera._sender is None, "that it is free")
     with pytest.raises(PlanError, match="the image has 4097 x 4096 pixels: at most 17 million are taken"):
         image_of(jpeg("red", (4097, 4096)))
+    with pytest.raises(PlanError, match=r"a message of \d{7} bytes: at most 1048576 are taken"):
+        image_of(jpeg("red") + bytes(2**20))
 
 
 def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:

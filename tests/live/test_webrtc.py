@@ -65,13 +65,13 @@ class Generated(MediaStreamTrack):
         return sample
 
 
-def post(url: str, data: bytes, **headers: str) -> Any:
+def post(url: str, data: bytes | Iterator[bytes], **headers: str) -> Any:
     request = urllib.request.Request(f"{url}/webrtc", data, {"Content-Type": "application/json", **headers})
     with urllib.request.urlopen(request, timeout=20) as answer:
         return json.load(answer)
 
 
-def refusal(url: str, data: bytes, **headers: str) -> tuple[int, str]:
+def refusal(url: str, data: bytes | Iterator[bytes], **headers: str) -> tuple[int, str]:
     with pytest.raises(urllib.error.HTTPError) as raised:
         post(url, data, **headers)
     return raised.value.code, json.load(raised.value)["message"]
@@ -173,7 +173,8 @@ def test_offers_that_are_refused(
     assert refusal(url, b"{}", Origin="http://evil.example")[0] == 403
     assert refusal(url, b"{}") == (400, "that is no offer: send {'type': 'offer', 'sdp': ...} in JSON")
     assert refusal(url, b'{"type": "offer", "sdp": "v=0"}')[0] == 400
-    assert refusal(url, b" " * 70_000) == (413, "an offer has at most 65536 bytes")
+    for data in (b" " * 70_000, iter([b"{}"])):  # also one whose length is not declared
+        assert refusal(url, data) == (413, "an offer has at most 65536 bytes")
     monkeypatch.setattr(webrtc, "MAX_PEERS", 0)
     assert refusal(url, b"{}") == (400, "0 browsers watch by WebRTC, and that is the limit: watch at ?mse")
     with fetch(url) as answer:

@@ -166,13 +166,17 @@ def test_a_device_lacks_memory_to_decode(tmp_path: Path) -> None:
     assert relative_error(found, tiny.pipe(**call, generator=generator())) <= EXACT
 
 
-def test_stragglers() -> None:
+def test_stragglers(caplog: pytest.LogCaptureFixture) -> None:
     monitor = StragglerMonitor()
     for number in range(8):
         for rank, seconds in ((0, 1.0), (1, 1.2), (2, 1.5)):
             assert (monitor.slow == {}) or (number, rank) == (7, 2)
             monitor.add(rank, seconds if number % 2 else 0.0)
     assert monitor.slow == {2: pytest.approx(1.5 / 1.1)}
+    monitor.add(2, 1.5)
+    assert [record.message.partition(" in ")[0] for record in caplog.records] == [
+        "rank 2 took 1.36 times as long as the others"
+    ]
     monitor.reset()
     assert monitor.slow == {}
 

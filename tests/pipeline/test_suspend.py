@@ -25,9 +25,10 @@ from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.job_options import JobOptions
-from patchpar.pipeline.messages import CallbackChange, RecordedPrediction
+from patchpar.pipeline.messages import CallbackChange, RecordedPrediction, TensorBytes
 from patchpar.pipeline.startup import plan_of
 from patchpar.pipeline.suspended_call import CallbackAnswer
+from patchpar.pipeline.tensor_file import TensorTable
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import BUILDERS, RARER, Tiny, build
 
@@ -306,6 +307,25 @@ def test_calls_are_not_cleared_while_another_thread_reads_them() -> None:
     assert journal.calls == ()
 
 
+def test_calls_are_known_up_to_the_first_that_is_missing_of_each_group() -> None:
+    journal, call = CallJournal(), RecordedPrediction(number=0, group=0, checksum=1, form=None, tensors=())
+    assert journal.begin(2) == ()
+    for number, group in ((0, 0), (2, 0), (0, 1), (1, 1)):
+        journal.add(replace(call, number=number, group=group))
+    assert [(each.group, each.number) for each in journal.calls] == [(0, 0), (1, 0)]
+    journal.add(replace(call, number=1))
+    assert [(each.group, each.number) for each in journal.calls] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_tensors_of_a_file_are_numbered_from_0() -> None:
+    table = TensorTable()
+    assert table.add(TensorBytes(dtype="uint8", shape=(1,), stride=(1,), data=b"a")) == 0
+    assert table.get(0).data == b"a"
+    for number in (-1, "0", None):
+        with pytest.raises(TypeError, match="is no number of a tensor"):
+            table.get(number)
+
+
 @pytest.fixture(scope="module")
 def suspended_call() -> SuspendedCall:
     tiny = build("sdxl")
@@ -319,6 +339,7 @@ def suspended_call() -> SuspendedCall:
     [
         ({"prompt": "a green house"}, r"resume: argument 'prompt' is not that of the call which was suspended"),
         ({"num_inference_steps": 5}, r"argument 'num_inference_steps' is not"),
+        ({"num_inference_steps": None}, r"argument 'num_inference_steps' is not"),
         ({"eta": 0.5}, r"argument 'eta' is not .*give the same arguments, or leave resume out"),
         ({"max_retries": -1}, r"max_retries=-1: use a whole number from 0"),
         ({"max_retries": True}, r"max_retries=True: use a whole number from 0"),
@@ -349,6 +370,7 @@ def test_another_pipeline_is_refused(suspended_call: SuspendedCall) -> None:
         (lambda data: data.replace(b'\\"format\\": 1', b'\\"format\\": 9'), "no suspended call that this version"),
         (lambda data: data.replace(b'\\"groups\\"', b'\\"gruops\\"'), "no suspended call that this version can read"),
         (lambda data: data.replace(b"[2, 4, 16, 16]", b"[2, 4, 16, 99]"), "cannot be read as a suspended call"),
+        (lambda data: data.replace(b"[1024, 256, 16, 1]", b"[9024, 256, 16, 1]"), "does not have 8192 bytes"),
     ],
 )
 def test_files_that_are_none(suspended_call: SuspendedCall, tmp_path: Path, damage: Any, says: str) -> None:

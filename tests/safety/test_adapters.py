@@ -78,6 +78,8 @@ def test_of_a_repository_of_the_hub_neither(method: str) -> None:
     """Diffusers is told so, and a pickle by its name is refused before it is fetched."""
     with pytest.raises(PlanError, match=r"a\.bin is no safetensors file"):
         from_safetensors(method, ["org/adapters"], {"weight_name": "a.bin", "subfolder": "x"})
+    with pytest.raises(PlanError, match=r"b\.bin is no safetensors file"):
+        from_safetensors(method, ["org/adapters"], {"weight_name": ["a.safetensors", "b.bin"]})
     reported = from_safetensors(f"unet.{method}", ["org/adapters"], {"weight_name": "a.safetensors", "subfolder": "x"})
     assert reported["use_safetensors"]
 

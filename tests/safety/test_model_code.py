@@ -98,6 +98,19 @@ def attention_of_the_hub(folder: Path) -> None:
     change(folder / "text_encoder" / "config.json", _attn_implementation="somebody/kernels")
 
 
+def attention_of_the_hub_within(folder: Path) -> None:
+    """Networks of several parts have a configuration for each."""
+    change(folder / "text_encoder" / "config.json", text_config={"attn_implementation": "somebody/kernels"})
+
+
+def own_processor(folder: Path) -> None:
+    """transformers looks up the parts of one, whatever class the index names."""
+    (folder / "processor").mkdir()
+    payload(folder / "processor" / "views.py", kind="Views", base="transformers.BaseVideoProcessor")
+    change(folder / "processor" / "video_preprocessor_config.json", auto_map={"AutoVideoProcessor": "views.Views"})
+    change(folder / "model_index.json", processor=["transformers", "Qwen2VLProcessor"])
+
+
 def adapter_from_elsewhere(folder: Path) -> None:
     change(folder / "text_encoder" / "adapter_config.json", base_model_name_or_path="somebody/else")
 
@@ -113,6 +126,8 @@ WAYS: list[Callable[[Path], None]] = [
     own_network,
     pipeline_in_the_pipeline,
     attention_of_the_hub,
+    attention_of_the_hub_within,
+    own_processor,
     adapter_from_elsewhere,
 ]
 

@@ -14,8 +14,9 @@ import pytest
 
 from patchpar import ParallelPipeline, PlanError, WorkerDied
 from patchpar.errors import WorkerOutOfMemory
+from patchpar.plan.plan import Plan
 from patchpar.serving import generation
-from patchpar.serving.batching import error_of_batch
+from patchpar.serving.batching import batch_key, error_of_batch
 from patchpar.serving.generated import GeneratedImages
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
@@ -68,6 +69,32 @@ def ended(client: Any, names: list[str]) -> list[str]:
     for name in names:
         until(lambda: client.get(f"/v1/jobs/{name}").json()["completed_at"] is not None, name)  # noqa: B023
     return [client.get(f"/v1/jobs/{name}").json()["status"] for name in names]
+
+
+ALONE = ImageCall(arguments={"prompt": "a", "steps": 3}, seed=1, count=1, size=(64, 64))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arguments": {"prompt": "a", "steps": 4}},
+        {"arguments": {"prompt": "a", "steps": 3, "negative_prompt": "b"}},
+        {"plan": Plan(patch=2)},
+        {"degree": 2},
+        {"loras": {"ink": 1.0}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_acts_on_a_whole_call_is_the_same_in_a_batch(changes: dict[str, Any]) -> None:
+    same = replace(ALONE, arguments={"prompt": "b", "steps": 3}, seed=2)
+    assert batch_key(same, is_exact=False) == batch_key(ALONE, is_exact=False)
+    assert batch_key(replace(ALONE, **changes), is_exact=False) not in (None, batch_key(ALONE, is_exact=False))
+
+
+@pytest.mark.parametrize("changes", [{"count": 2}, {"partial_images": 1}, {"size": (768, 768)}], ids=str)
+def test_what_is_made_alone(changes: dict[str, Any]) -> None:
+    assert batch_key(replace(ALONE, **changes), is_exact=False) is None
+    assert batch_key(ALONE, is_exact=True) is None
 
 
 def test_requests_that_are_alike_are_joined(batches: Any) -> None:

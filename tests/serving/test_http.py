@@ -252,7 +252,7 @@ def test_keys(fake: Any) -> None:
     service.load()
     app = application(service)
     for wrong in (None, "", KEY[:-1], KEY + "x", "another", "ключ"):
-        for path in ("/v1/models", "/metrics", "/nothing"):
+        for path in ("/v1/models", "/metrics", "/nothing", "/version/nothing"):
             assert error_of(client_of(app, wrong).get(path), 401)["code"] == "invalid_api_key"
         assert client_of(app, wrong).get("/health/ready").status_code == 200
     assert client_of(app, wrong).post(PATH, content=b"{").status_code == 401
@@ -293,6 +293,7 @@ def test_a_client_that_disconnects(app: Any, client: Any, fake: FakeGenerator, s
         assert running.result(20).status_code == 200
     assert [call.arguments["prompt"] for call in fake.calls] == ["runs", "stays"]
     assert 'code="499"' in client.get("/metrics").text
+    assert service.metrics.unsent == set(), "the end of the server waits for what is in it"
 
 
 def test_a_response_that_has_begun_is_not_answered_twice(app: Any) -> None:
@@ -303,8 +304,10 @@ def test_a_response_that_has_begun_is_not_answered_twice(app: Any) -> None:
         raise ValueError("/secret")
 
     app.add_api_route("/broken", lambda: StreamingResponse(parts()), methods=["GET"])
-    response = TestClient(app, base_url=HOME, raise_server_exceptions=False).get("/broken")
+    response = client_of(app).get("/broken")
     assert (response.status_code, response.content) == (200, b"begun")
+    with pytest.raises(ValueError, match="/secret"):  # for the server, which closes the connection
+        TestClient(app, base_url=HOME).get("/broken")
 
 
 def test_loading_and_draining(fake: Any) -> None:

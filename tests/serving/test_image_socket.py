@@ -273,9 +273,12 @@ def test_keys_tickets_and_other_sites() -> None:
     service = ImageService(generator_of(), ServerSettings(keys=ApiKeys.of(KEY)))
     service.load()
     app = application(service)
-    for headers in ({}, {"Authorization": f"Bearer {KEY}", "Origin": "http://other.example"}):
+    authorized = {"Authorization": f"Bearer {KEY}"}
+    for headers in ({}, {**authorized, "Origin": "http://other.example"}, {**authorized, "host": "other.example"}):
         with pytest.raises(WebSocketDisconnect), client_of(app).websocket_connect(PATH, headers={**HOST, **headers}):
             pass
+    foreign = client_of(app, KEY).post(f"{PATH}/tickets", headers={"Origin": "http://other.example"})
+    assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "foreign_origin")
     ticket = client_of(app, KEY).post(f"{PATH}/tickets").json()
     with client_of(app).websocket_connect(PATH, headers=HOST, subprotocols=ticket["protocols"]) as socket:
         socket.send_json(SETTINGS)

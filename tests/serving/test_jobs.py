@@ -127,7 +127,11 @@ def test_jobs_belong_to_keys(fake: Any) -> None:
     service.load()
     app = application(service)
     mine, other = (client_of(app, key) for key in KEYS)
-    name = mine.post(LATER, json=BODY).json()["id"]
+    name, others = (
+        client.post(LATER, json=BODY, headers={"Idempotency-Key": "one"}).json()["id"] for client in (mine, other)
+    )
+    assert name != others, "a request that another key has sent is another one"
+    assert other.delete(f"/v1/jobs/{others}").status_code == 200
     assert mine.get(f"/v1/jobs/{name}").status_code == 200
     for method, path in (("get", ""), ("get", "/events"), ("post", "/cancel"), ("delete", "")):
         assert getattr(other, method)(f"/v1/jobs/{name}{path}").status_code == 404
@@ -177,8 +181,11 @@ def test_of_a_finished_job_only_its_result_stays_in_memory(
 
 
 def test_administrators_need_a_key_of_their_own(fake: Any, client: Any) -> None:
-    refused = client.get("/admin/ranks")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_admin_key")
+    without = ImageService(fake, ServerSettings(keys=ApiKeys.of(KEYS[0])))
+    for each in (client, client_of(application(without), KEYS[0])):
+        refused = each.get("/admin/ranks")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "no_admin_key")
+    without.close()
     service = ImageService(fake, ServerSettings(keys=ApiKeys.of(KEYS[0]), admin_keys=ApiKeys.of(KEYS[1])))
     service.load()
     app = application(service)

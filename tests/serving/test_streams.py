@@ -211,6 +211,8 @@ def test_a_browser_gets_in_with_a_ticket(face: StreamingPipeline) -> None:
     path = f"{STREAMS}/{owner.post(STREAMS, json=SHORT).json()['id']}"
     assert error_of(browser.post(f"{path}/tickets"), 401)["code"] == "invalid_api_key"
     assert error_of(other.post(f"{path}/tickets"), 404)["code"] == "not_found"
+    foreign = owner.post(f"{path}/tickets", headers={"Origin": "http://evil.example"})
+    assert error_of(foreign, 403)["code"] == "foreign_origin"
     made = owner.post(f"{path}/tickets")
     protocols = made.json()["protocols"]
     assert made.headers["cache-control"] == "no-store"

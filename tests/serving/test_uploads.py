@@ -21,6 +21,7 @@ from patchpar.models.task import PipelineTask
 from patchpar.serving import uploaded_image
 from patchpar.serving.http import images, request_body
 from patchpar.serving.http.application import application
+from patchpar.serving.http.request_body import MAX_FIELDS, MAX_FILES, MAX_TEXT, FormBody
 from patchpar.serving.request_journal import JournaledRequest, RequestJournal
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import RequestLimits, ServerSettings
@@ -33,9 +34,9 @@ EDITS = "/v1/images/edits"
 FORM = {"prompt": "a fox"}
 
 
-def png(size: tuple[int, int] = (100, 130), mode: str = "RGB", colour: Any = "red") -> bytes:
+def png(size: tuple[int, int] = (100, 130), mode: str = "RGB", colour: Any = "red", kind: str = "PNG") -> bytes:
     file = io.BytesIO()
-    Image.new(mode, size, colour).save(file, "PNG")
+    Image.new(mode, size, colour).save(file, kind)
     return file.getvalue()
 
 
@@ -188,6 +189,7 @@ CASES: list[tuple[str, dict[str, str], dict[str, bytes], int, str, str | None]] 
     ("begun", FORM, {"image": bomb(9_000)}, 400, "invalid_image", "image"),
     ("begun", FORM, {"image": png()[:-30]}, 400, "invalid_image", "image"),
     ("begun", FORM, {"image": b"GIF89a" + bytes(30)}, 400, "invalid_image", "image"),
+    ("begun", FORM, {"image": png(kind="TIFF")}, 400, "invalid_image", "image"),  # it could be read
     ("begun", {**FORM, "image": "/etc/passwd"}, {"mask": png()}, 400, "invalid_image", "image"),
     ("begun", {**FORM, "image": "http://example.org/a.png"}, {"mask": png()}, 400, "invalid_image", "image"),
     ("begun", FORM, {"image": png(), "file": png()}, 400, "unknown_parameter", "file"),
@@ -212,6 +214,27 @@ def test_bad_uploads(
     client, _ = request.getfixturevalue(which)
     error = error_of(client.post(EDITS, data=form, files=files), status)
     assert (error["code"], error["param"]) == (code, param), error["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "files"),
+    [
+        ({"prompt": "a" * (MAX_TEXT + 1)}, 1),
+        (FORM, MAX_FILES + 1),
+        ({**FORM, **{f"x{number}": "" for number in range(MAX_FIELDS)}}, 1),
+    ],
+    ids=["text", "files", "fields"],
+)
+def test_a_form_has_so_much_and_is_read_no_further(begun: Any, form: dict[str, str], files: int) -> None:
+    client, _ = begun
+    response = client.post(EDITS, data=form, files=[("image[]", b"")] * files)
+    assert error_of(response, 400)["code"] == "invalid_form"
+
+
+def test_a_field_that_is_there_twice(begun: Any) -> None:
+    client, _ = begun
+    error = error_of(client.post(EDITS, data={"prompt": ["a fox", "a cat"]}, files={"image": png()}), 400)
+    assert (error["param"], error["message"]) == ("prompt", "prompt is there twice: send it once")
 
 
 def test_a_model_that_takes_no_image(client: Any) -> None:
@@ -260,6 +283,22 @@ def test_any_form_is_read_or_refused(begun: Any, count: int) -> None:
         response = client.post(EDITS, content=bytes(body), headers={"Content-Type": "multipart/form-data; boundary=x"})
         assert response.status_code < 500, (response.text, bytes(body)[:300])
         assert response.status_code == 200 or "error" in json.loads(response.text)
+
+
+def test_a_form_with_another_field_or_file_is_another_request() -> None:
+    """Else whoever uses an Idempotency-Key twice would get the images of the other one."""
+    given = [
+        ({"prompt": "a fox"}, {"image": (b"1", b"2")}),
+        ({"prompt": "a cat"}, {"image": (b"1", b"2")}),
+        ({"prompt": "a fox", "seed": "1"}, {"image": (b"1", b"2")}),
+        ({"prompt": "a fox"}, {"image": (b"2", b"1")}),
+        ({"prompt": "a fox"}, {"image": (b"1",), "mask": (b"2",)}),
+        ({"prompt": "a fox"}, {"image": (b"12",)}),
+    ]
+    digests = {FormBody(values=values, files=files).digest() for values, files in given}
+    assert len(digests) == len(given)
+    one, other = ({"prompt": "a fox", "seed": "1"}, {"seed": "1", "prompt": "a fox"})
+    assert FormBody(values=one, files={}).digest() == FormBody(values=other, files={}).digest()
 
 
 def test_a_full_queue_refuses_uploads_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

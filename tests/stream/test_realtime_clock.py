@@ -46,3 +46,22 @@ def test_after_an_outage_a_stream_that_drops_is_live_at_once() -> None:
     assert clock.behind == pytest.approx(0.1)
     assert clock.due(4.6, 14.3, 20) == pytest.approx(14.6), "never earlier than the first chunk's clock"
     assert clock.behind == 0.0
+
+
+@pytest.mark.parametrize("now", [5.0, 500.0])
+def test_the_first_chunk_is_due_at_once_whatever_its_timestamp(now: float) -> None:
+    """As after a pause, also on a machine that has run for less than the stream."""
+    clock = RealtimeClock()
+    assert [clock.due(30.0 + CHUNK * number, now, 0) for number in range(2)] == pytest.approx([now, now + CHUNK])
+    assert clock.behind == 0.0
+
+
+def test_a_chunk_that_was_dropped_counts_once() -> None:
+    """After the next outage chunks follow a little faster again, as if none had ever been dropped."""
+    clock = RealtimeClock()
+    assert clock.due(0.0, 10.0, 3) == 10.0, "three before the first"
+    assert clock.due(0.2, 14.2, 3) == 14.2
+    assert clock.due(0.4, 14.2, 3) == pytest.approx(14.2 + CHUNK / CATCH_UP)
+    assert clock.due(0.8, 14.5, 4) == 14.5, "one between was dropped"
+    assert clock.due(1.0, 18.0, 4) == 18.0
+    assert clock.due(1.2, 18.0, 4) == pytest.approx(18.0 + CHUNK / CATCH_UP)

@@ -30,6 +30,7 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
+    LostStage,
     ProducedBlock,
     PromptUpdate,
     ReferenceUpdate,
@@ -238,6 +239,14 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
     assert [rank for rank, word in ranks.reported if isinstance(word, CancelStream)] == [0, 1]
 
 
+def test_ranks_of_a_stream_that_was_cancelled_before_they_began_are_told() -> None:
+    """Else they would wait for orders."""
+    driver, sent = session(Ranks())._driver, list[tuple[int, Any]]()
+    driver.cancel()
+    driver._on_start(lambda rank, value: sent.append((rank, value)))
+    assert sent == [(0, CancelStream()), (1, CancelStream())]
+
+
 def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
     with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
         pass
@@ -363,6 +372,26 @@ def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
     assert torch.equal(chunks[2].frames, chunks[1].frames[-1:])
     assert (chunks[2].pts, chunks[2].audio) == (6 / 20, None)
     assert stream.status == "finished"
+
+
+def test_the_frame_that_is_held_is_a_copy() -> None:
+    """Who gets a chunk may write to its frames; nor do they all stay in memory."""
+    with session(Ranks(), blocks=1).begin() as stream:
+        chunk = next(stream)
+        held = stream._last
+        assert held is not None
+        chunk.frames.fill_(9)
+        assert int(held.frames.max()) == 0
+
+
+def test_a_first_stage_that_is_lost_is_told_what_blocks_before_it_have_changed() -> None:
+    """Also those that have begun and not come out."""
+    driver, changed = session(Ranks())._driver, PromptUpdate(text="b", transition="blend", over=2)
+    driver._resume_state.updates, driver._resume_state.next_out = {"prompt": PromptUpdate(text="a")}, 1
+    orders = {1: (changed,), 2: (), 3: ()}
+    driver._sent = {block: (BeginBlock(inputs=(), updates=updates), None) for block, updates in orders.items()}
+    driver._note_lost(LostStage(block=3, start=0, stop=1))
+    assert driver._sent[3][0].updates == (PromptUpdate(text="b"),)
 
 
 def test_a_pause_while_degraded_is_still_degraded() -> None:
@@ -683,6 +712,18 @@ def test_an_interruption_drops_what_nobody_has_begun_to_say() -> None:
     with session(again, blocks=None, track=whole(wanted)).begin() as stream:
         list(stream)
     assert torch.equal(heard(ranks), heard(again))
+
+
+def test_audio_of_another_rate_ends_with_its_last_sample_and_at_an_interruption_at_once() -> None:
+    """The filter between rates holds back some of it."""
+    track, double = AudioTrack(AUDIO, FRAMES), 2 * AUDIO.rate
+    track.push(torch.ones(2000), double)
+    track.push(torch.ones(500), AUDIO.rate)
+    assert track.seconds_from(0) == pytest.approx((1000 + 500) / AUDIO.rate)
+    track.push(torch.ones(2000), double)
+    track.interrupt(0)
+    track.push(torch.zeros(8000), double)
+    assert not track.take(0)[1].any()
 
 
 def test_without_audio_a_stream_is_kept_alive_by_silence() -> None:

@@ -42,6 +42,7 @@ def test_ranks_of_the_same_features() -> None:
     assert Mesh(3, range(4), tensor=4).of_same_features() == Axis("features", 0, 1, (3,))
     assert Mesh(1, range(2), patch=2).of_same_features().ranks == (0, 1)
     assert (0, 2) in rank_sets(range(4), patch=2, tensor=2)
+    assert {(0, 1, 2, 3), (4, 5, 6, 7)} < {*rank_sets(range(8), cfg=2, patch=2, tensor=2)}, "of guidance branches"
     assert Mesh(6, range(8), cfg=2, stage=2, patch=2).of_one_branch() == Axis("branch", 2, 4, (4, 5, 6, 7))
 
 
