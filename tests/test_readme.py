@@ -82,8 +82,8 @@ def without_seconds(printed: str) -> set[str]:
 
 def printed_on(page: Path) -> set[str]:
     """Lines that a page shows of what runs of its blocks print: those of a run, whose seconds are a machine's own."""
-    shown = "".join(match["text"] for match in BLOCK.finditer(page.read_text()) if not match["language"])
-    return without_seconds("\n".join(re.findall(r"^plan .*", shown, re.MULTILINE)))
+    text = "".join(match["text"] for match in BLOCK.finditer(page.read_text()) if not match["language"])
+    return without_seconds("\n".join(re.findall(r"^plan .*", text, re.MULTILINE)))
 
 
 def test_a_run_s_line_is_shown() -> None:
