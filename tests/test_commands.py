@@ -80,6 +80,20 @@ def test_make_writes_every_page_of_figures_again() -> None:
     assert re.search(r"^figures: .*\bdiagrams\b", makefile, re.MULTILINE)
 
 
+def test_the_page_of_methods_has_every_page_of_figures() -> None:
+    """With a command in the last column, and that of coverage, which lies elsewhere."""
+    rows = re.findall(r"^\| .* \|$", (REPOSITORY / "docs" / "performance.md").read_text(), re.MULTILINE)
+    with_command = "".join(
+        row for row in rows if re.search(r"`(?:python -m benchmarks|make )", row.rpartition(" | ")[2])
+    )
+    missing = {
+        page.name
+        for page in (REPOSITORY / "docs/figures").glob("*.md")
+        if f"({page.name})" not in with_command.replace("figures/", "")
+    }
+    assert missing == {"gpu.md"}, "`make gpu` has a paragraph of its own"
+
+
 def test_folders_of_tests() -> None:
     paths = {path for (found,) in named(FOLDER, "paths") for path in found.split()}
     assert {path for path in paths if not (REPOSITORY / path).exists()} == set()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
+from diffusers import FluxTransformer2DModel, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
@@ -31,8 +31,8 @@ from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
 from tests.test_readme import PAGES, REPOSITORY, RUNNABLE, name, python_blocks
 
 BLOCKS = [(page, number) for page in PAGES for number in range(len(python_blocks(page, runnable=False)))]
-NEED_RANKS = ("parallel-vae", "structure-guidance")
-"""Pages whose blocks say what ranks have exchanged, or open other pipelines: only with workers are they right."""
+NEED_RANKS = ("parallel-vae", "structure-guidance", "launching")
+"""Pages whose blocks name ranks or what they exchange, or open other pipelines: only with workers are they right."""
 WITH_WORKERS = [
     page
     for page in RUNNABLE
@@ -57,7 +57,9 @@ class Opened(ParallelPipeline):
 
     @classmethod
     def from_pretrained(cls, model: Any, **options: Any) -> Any:
-        assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs", "secret_file"}, options
+        assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs", "secret_file", "transformer"}, (
+            options
+        )
         return cls(tiny.build(FAMILIES.get(model, "sdxl")).pipe, **options)
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:
@@ -131,6 +133,10 @@ def names(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: P
     control = tiny.build("sdxl_controlnet").pipe
     for plain in (StableDiffusionXLPipeline, StableDiffusion3Pipeline):
         monkeypatch.setattr(plain, "__call__", small(plain.__call__))
+    monkeypatch.setattr(StableDiffusionXLPipeline, "from_single_file", lambda *_, **__: tiny.build("sdxl").pipe)
+    monkeypatch.setattr(
+        FluxTransformer2DModel, "from_single_file", lambda *_, **__: tiny.build("flux").pipe.transformer
+    )
     monkeypatch.setattr(patchpar, "ParallelPipeline", Opened)
     monkeypatch.setattr(patchpar, "StreamingPipeline", streaming(folders["face"], StreamingPipeline))
     monkeypatch.setattr(

@@ -73,6 +73,22 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page are one script, in order, run by a plain Python in an empty folder."""
     answer = run("\n".join(python_blocks(page, runnable=True)), tmp_path)
     assert answer.returncode == 0, answer.stderr
+    assert printed_on(page) <= without_seconds(answer.stdout)
+
+
+def without_seconds(printed: str) -> set[str]:
+    return {re.sub(r"\d+\.\d+ s\b", "N s", line) for line in printed.splitlines()}
+
+
+def printed_on(page: Path) -> set[str]:
+    """Lines that a page shows of what runs of its blocks print: those of a run, whose seconds are a machine's own."""
+    text = "".join(match["text"] for match in BLOCK.finditer(page.read_text()) if not match["language"])
+    return without_seconds("\n".join(re.findall(r"^plan .*", text, re.MULTILINE)))
+
+
+def test_a_run_s_line_is_shown() -> None:
+    """The control: pages with such lines are found."""
+    assert [page.stem for page in RUNNABLE if printed_on(page)] == ["run-statistics"]
 
 
 def test_those_of_the_readme_run_with_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,13 @@ def test_the_menu_can_be_read() -> None:
         yaml.safe_load("site_description: several GPUs: the same image")
 
 
+def test_the_hook_of_the_site_is_no_part_of_it() -> None:
+    """Nor is what Python compiles of it."""
+    excluded = yaml.safe_load(MENU)["exclude_docs"].split()
+    hooks = {path.name for path in DOCS.glob("*.py")} | {"__pycache__"}
+    assert set(excluded) == hooks
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: patchpar\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(patchpar.__all__)

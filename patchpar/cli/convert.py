@@ -31,7 +31,7 @@ class ConvertFlags:
 
 
 def convert(request: ConvertFlags) -> None:
-    """Make a released checkpoint a folder that can be streamed."""
+    """Make a published checkpoint a folder that can be streamed."""
     with friendly_errors(request.debug):
         with stdout_kept_clean(request.json):
             found = _converted(request)

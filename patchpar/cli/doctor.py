@@ -205,9 +205,9 @@ def choice(request: DoctorFlags) -> dict[str, Any]:
 def _print(findings: dict[str, Any]) -> None:
     typer.echo("versions  " + ", ".join(f"{name} {number}" for name, number in findings["versions"].items()))
     machine = findings["host"]
-    typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_gib(machine['free_bytes'])} free")
+    typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {memory_size(machine['free_bytes'])} free")
     for card in findings["devices"]:
-        memory = f"{_gib(card['free_bytes'])} of {_gib(card['total_bytes'])} free"
+        memory = f"{memory_size(card['free_bytes'])} of {memory_size(card['total_bytes'])} free"
         peers = "" if not card["peers"] else f", reaches the memory of {', '.join(card['peers'])}"
         capability = f", compute capability {card['capability']}" if card["capability"] else ""
         typer.echo(f"device    {card['device']} {card['name']}, {memory}{capability}{peers}")
@@ -237,10 +237,12 @@ def _print(findings: dict[str, Any]) -> None:
 def _memory_text(found: dict[str, Any]) -> str:
     if found["why"]:
         return f"unknown: {found['why']}"
-    texts = [", ".join(f"{name} {_gib(size)}" for name, size in found[part].items()) for part in PARTS]
+    texts = [", ".join(f"{name} {memory_size(size)}" for name, size in found[part].items()) for part in PARTS]
     total = sum(found["weights"].values()) + max(found["activations"].values())
-    context = f", and {_gib(found['context'])} for the context of a process" if found["context"] else ""
-    return f"{_gib(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image{context}"
+    context = f", and {memory_size(found['context'])} for the context of a process" if found["context"] else ""
+    return (
+        f"{memory_size(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image{context}"
+    )
 
 
 def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -253,10 +255,17 @@ def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{'plan':{width}}  {'rank 0':>9}  {'others':>9}  {'kept':>9}  {'host':>9}  fits"
     for each in plans:
         first, *others = each["ranks"]
-        cells = (_gib(first), _gib(others[0]) if others else "", *(_gib(each[x]) if each[x] else "" for x in BESIDE))
+        cells = (
+            memory_size(first),
+            memory_size(others[0]) if others else "",
+            *(memory_size(each[x]) if each[x] else "" for x in BESIDE),
+        )
         fits = {True: "yes", False: "no", None: "unknown"}[each["fits"]]
         yield f"{each['plan']:{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}  {fits}"
 
 
-def _gib(size: int | None) -> str:
-    return "unknown memory" if size is None else f"{size / 2**30:.1f} GiB"
+def memory_size(size: int | None) -> str:
+    """Return bytes as text: in MiB below a tenth of a GiB, as parts of the embedded models are."""
+    if size is None:
+        return "unknown memory"
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"

@@ -72,7 +72,7 @@ def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
     found = {"torch_dtype": dtype, "variant": options.get("variant")}
     kept = {name: str(value).removeprefix("torch.") for name, value in found.items() if value is not None}
     if kept.get("torch_dtype", DTYPES[0]) not in DTYPES:
-        raise PlanError(f"torch_dtype={kept['torch_dtype']!r:.80}: a journal takes {', '.join(DTYPES)}")
+        raise PlanError(f"torch_dtype={kept['torch_dtype']!r:.80}: a recording takes {', '.join(DTYPES)}")
     if not VARIANT.fullmatch(kept.get("variant", "fp16")):
         raise PlanError(f"variant={kept['variant']!r:.80}: it must be a name such as fp16")
     return kept
@@ -190,7 +190,7 @@ def unpacked(packed: Any) -> Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size > MOST_BYTES or len(shape) > MOST_DIMS:
         raise PlanError(
-            f"a tensor of {size} bytes in {len(shape)} dims: one of a journal has at most {MOST_BYTES} in {MOST_DIMS}"
+            f"a tensor of {size} bytes in {len(shape)} dims: one of a recording has at most {MOST_BYTES} in {MOST_DIMS}"
         )
     try:
         raw = zlib.decompressobj().decompress(base64.b64decode(packed["data"]), size + 1)

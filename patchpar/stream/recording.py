@@ -1,4 +1,4 @@
-"""Reading a journal for replay: the header, and the inputs of each block."""
+"""Reading a recording for replay: the header, and the inputs of each block."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,7 @@ class StreamRecording:
 
     @classmethod
     def read(cls, path: str | Path) -> "StreamRecording":
-        """Read a journal; an incomplete last line is left out. Raises PlanError."""
+        """Read a recording; an incomplete last line is left out. Raises PlanError."""
         path = path_of(path)
         head, *lines = _lines(path)
         origin = _origin(path, head)
@@ -92,7 +92,7 @@ class StreamRecording:
                     "recorded with"
                 )
             if heard is not None and (block.audio is None or block.audio.dim() != 1):
-                raise PlanError(f"block {block.block} has no audio samples: the journal is damaged")
+                raise PlanError(f"block {block.block} has no audio samples: the recording is damaged")
             for update in block.updates:
                 if isinstance(update, ReferenceUpdate) and tuple(update.image.shape) != self._image:
                     raise PlanError(
@@ -135,10 +135,10 @@ def _lines(path: Path) -> list[str]:
         with path.open("rb") as file:
             data = file.read(LIMIT + 1)
         if len(data) > LIMIT:
-            raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a journal")
+            raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
         return data.decode("utf-8").split("\n")[:-1] or [""]
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as the journal of a stream: {error}") from error
+        raise PlanError(f"{path} cannot be read as the recording of a stream: {error}") from error
 
 
 def _origin(path: Path, line: str) -> JournalHeader:
@@ -147,7 +147,7 @@ def _origin(path: Path, line: str) -> JournalHeader:
         facts = object_of(line, where)
         version = facts.pop("format")
     except (PlanError, KeyError) as error:
-        raise PlanError(f"{path} is no journal of a stream: its first line is no header") from error
+        raise PlanError(f"{path} is no recording of a stream: its first line is no header") from error
     if version != FORMAT:
         raise PlanError(
             f"{path} has format {version!r:.20}, and this patchpar reads format {FORMAT}: use the version that wrote it"
@@ -183,8 +183,8 @@ def _options(options: Mapping[str, Any]) -> dict[str, str]:
     unknown = sorted(set(options) - set(kept))
     if unknown:
         raise PlanError(
-            f"options {', '.join(map(repr, unknown))!s:.200} are not read from a journal: it may have torch_dtype and "
-            "variant only"
+            f"options {', '.join(map(repr, unknown))!s:.200} are not read from a recording: it may have torch_dtype "
+            "and variant only"
         )
     return kept
 

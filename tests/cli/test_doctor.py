@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from patchpar.cli import gpu_facts
-from patchpar.cli.doctor import collective_test, versions
+from patchpar.cli.doctor import collective_test, memory_size, versions
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, will_use
 from patchpar.comm.kernels import triton_check
 from patchpar.errors import PlanError, WorkerDied
@@ -99,6 +99,14 @@ def test_devices_that_do_not_exist(fake: Any, run: Any) -> None:
     result = run("doctor", "--devices", "tpu:0")
     assert result.exit_code == 2
     assert "'tpu:0' is not a device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "printed"),
+    [(None, "unknown memory"), (0, "0 MiB"), (37 << 20, "37 MiB"), (1 << 27, "0.1 GiB"), (80 << 30, "80.0 GiB")],
+)
+def test_memory_of_small_models_is_no_zero(size: int | None, printed: str) -> None:
+    assert memory_size(size) == printed
 
 
 def test_versions() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -10,6 +12,21 @@ from patchpar import shard_module
 from tests.modules.networks import call_of, network
 from tests.ranks import PoolRank
 from tests.tensors import relative
+
+
+def example(this: PoolRank, code: str) -> float:
+    """Error of what an example of the docs computes. torch's default group is there already."""
+    call = call_of("wan")
+    names: dict[str, Any] = {
+        "latents": call["x"],
+        "t": call["timestep"],
+        "text": call["context"],
+        "network": network("wan"),
+    }
+    with patch.object(dist, "init_process_group", lambda: None):
+        exec(code, names)
+    names["handle"].transport.close()
+    return relative(names["noise"], network("wan")(names["latents"], names["t"], context=names["text"]))
 
 
 def sharded(this: PoolRank, name: str, folder: str) -> tuple[list[float], float, float]:

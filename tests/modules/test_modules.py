@@ -23,6 +23,7 @@ from patchpar.shard.verification import fingerprint_of
 from tests.breadth import first_of
 from tests.modules.networks import NETWORKS, call_of, network
 from tests.tensors import relative
+from tests.test_readme import BLOCK, REPOSITORY
 
 LIMIT, CONTROL = 7e-7, 1e-2
 MOVING = 0.3
@@ -52,6 +53,20 @@ def test_processes_give_what_one_gives(ranks: Any, name: str, tmp_path: Path) ->
         assert max(errors) <= LIMIT, found
         assert off >= CONTROL
         assert after == 0.0
+
+
+def test_the_examples_of_the_page(ranks: Any) -> None:
+    """With a card in the place of each, and processes in that of torchrun's."""
+    page = (REPOSITORY / "docs/howto/any-module.md").read_text()
+    team, module = (match["text"] for match in BLOCK.finditer(page) if match["language"] == "py")
+    call = call_of("wan")
+    names: dict[str, Any] = {"latents": call["x"], "t": call["timestep"], "text": call["context"]}
+    exec(team.replace("cuda:1", "cpu"), names | {"network": network("wan")}, found := {})
+    assert relative(found["noise"], network("wan")(names["latents"], names["t"], context=names["text"])) <= LIMIT
+    assert (
+        max(ranks.run("tests.modules.on_ranks:example", 4, module.replace("patch=2", "patch=4"), through="torch"))
+        <= LIMIT
+    )
 
 
 @pytest.mark.parametrize("name", first_of(NETWORKS))

@@ -4,22 +4,63 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from patchpar.serving.service import ImageService
 
 SECONDS = 20.0
 PATH = "/v1/images/generations"
 HOME = "http://127.0.0.1"
+SERVE = (Path(__file__).parents[2] / "docs" / "howto" / "serve.md").read_text()
 
 
 def client_of(app: Any, key: str | None = None) -> TestClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     return TestClient(app, base_url=HOME, headers=headers, raise_server_exceptions=False)
+
+
+def example_of_the_page(words: str) -> str:
+    """The block of Python of the how-to on serving that has these words."""
+    (found,) = [block for block in re.findall(r"^```py\n(.*?)^```$", SERVE, re.MULTILINE | re.DOTALL) if words in block]
+    return str(found)
+
+
+class Connected:
+    """Stands for a connection of `websockets`, to an application that no port has."""
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+
+    def __enter__(self) -> Connected:
+        self.session.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self.session.__exit__(*reason)
+
+    def __iter__(self) -> Iterator[str | bytes]:
+        with suppress(WebSocketDisconnect):
+            while True:
+                yield self.recv()
+
+    def send(self, message: str | bytes) -> None:
+        send = self.session.send_text if isinstance(message, str) else self.session.send_bytes
+        send(message)
+
+    def recv(self) -> str | bytes:
+        message = self.session.receive()
+        if message["type"] == "websocket.close":
+            raise WebSocketDisconnect
+        found: str | bytes | None = message.get("text")
+        return message["bytes"] if found is None else found
 
 
 def is_busy(service: ImageService) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import websockets.sync.client
 from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 
@@ -24,7 +25,7 @@ from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
 from patchpar.serving.uploaded_image import check_upload
 from tests.serving.fakes import MODEL, FakeGenerator
-from tests.serving.requests import client_of, is_busy, until
+from tests.serving.requests import Connected, client_of, example_of_the_page, is_busy, until
 
 SETTINGS = {"prompt": "a fox", "strength": 0.5, "seed": 3}
 KEY = "0123456789abcdef-key"
@@ -80,6 +81,18 @@ def test_an_image_for_each_with_the_settings_before_it(editing: Any) -> None:
     assert first.arguments["image"].size == (64, 64)
     assert (second.arguments["prompt"], second.seed) == ("a cat", seed)
     until(lambda: not is_busy(service), "nothing to be left")
+
+
+def test_the_example_of_the_page(editing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, fake, _ = editing
+
+    def connect(address: str) -> Connected:
+        return Connected(client.websocket_connect(address, headers=HOST))
+
+    monkeypatch.setattr(websockets.sync.client, "connect", connect)
+    exec(example_of_the_page('/v1/images"'), names := {"frames": [file_of(64), file_of(128)]})
+    assert names["image"].size == (128, 64)
+    assert [call.arguments["prompt"] for call in fake.calls] == ["a watercolour"] * 2
 
 
 def test_of_images_that_come_too_fast_the_newest_is_used(editing: Any) -> None:

@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import re
 import signal
 from collections.abc import Iterator
 from functools import cache
@@ -29,9 +28,8 @@ from patchpar.serving.job import Cancelled
 from patchpar.serving.server import ModelServer
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
-from tests.serving.requests import PATH, client_of, until
+from tests.serving.requests import PATH, client_of, example_of_the_page, until
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
 PROMPT = "a red house on the left, green hills at noon"
 SMALL = {"prompt": PROMPT, "size": "96x64", "num_inference_steps": 2}
 
@@ -212,9 +210,17 @@ def test_the_client_of_openai(address: str, pipe: ParallelPipeline) -> None:
             client.images.generate(model="dall-e-3", prompt=PROMPT)
 
 
-def test_the_example_of_the_page(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+def test_the_examples_of_the_page(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = example_of_the_page("extra_body")
     small = example.replace("256x256", "64x64").replace('steps": 20', 'steps": 1')
+    events = example_of_the_page("partial_images=3")
+    small_events = events.replace("stream=True", 'stream=True, size="64x64", extra_body={"num_inference_steps": 4}')
     monkeypatch.chdir(tmp_path)
-    exec(small.replace("http://127.0.0.1:8000", address), {})
+    exec(small.replace("http://127.0.0.1:8000", address), names := {})
+    capsys.readouterr()
+    exec(small_events, names)
+    kinds = [line.split()[0].rpartition(".")[2] for line in capsys.readouterr().out.splitlines()]
+    assert kinds == ["partial_image"] * 3 + ["completed"]
     assert [Image.open(tmp_path / f"house-{number}.png").size for number in (0, 1)] == [(64, 64)] * 2

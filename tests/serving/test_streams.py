@@ -12,6 +12,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import websockets.sync.client
 from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from tests.serving.requests import client_of, until
+from tests.serving.requests import Connected, client_of, example_of_the_page, until
 from tests.serving.test_http import KEY, error_of
 from tests.stream.tiny import write_folder
 
@@ -99,6 +100,25 @@ def test_the_video_of_a_stream_is_that_of_python(client: Any, face: StreamingPip
     view = client.get(f"{STREAMS}/{created['id']}").json()
     assert (view["status"], view["error"], view["object"]) == ("finished", None, "stream")
     assert client.get(STREAMS).json()["data"][0]["id"] == created["id"]
+
+
+def test_the_example_of_the_page(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads to the end, and its prompt is taken."""
+    created = client.post(STREAMS, json=SHORT).json()
+    read: list[str | bytes] = []
+
+    class Reading(Connected):
+        def recv(self) -> str | bytes:
+            read.append(super().recv())
+            return read[-1]
+
+    monkeypatch.setattr(websockets.sync.client, "connect", lambda url: Reading(client.websocket_connect(url)))
+    exec(example_of_the_page("/v1/streams/"), {"created": created})
+    kinds = [json.loads(message)["type"] for message in read if isinstance(message, str)]
+    assert "effect" in kinds
+    assert "error" not in kinds
+    assert kinds[-1] == "media_end"
+    assert any(isinstance(message, bytes) for message in read)
 
 
 def test_audio_and_controls(client: Any, streams: StreamService) -> None:

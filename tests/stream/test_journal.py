@@ -240,7 +240,7 @@ def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
     ids=str,
 )
 def test_other_options_are_not_taken_from_a_journal(taken_down: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"line 1.*(not read from a journal|torch_dtype=|variant=)"):
+    with pytest.raises(PlanError, match=r"line 1.*(not read from a recording|torch_dtype=|variant=)"):
         StreamRecording.read(changed(taken_down[0], 0, tmp_path / "a.jsonl", options=options))
 
 
@@ -272,5 +272,5 @@ def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(PlanError, match=message):
         StreamRecording.read(tmp_path / "a.jsonl")
-    with pytest.raises(PlanError, match="cannot be read as the journal"):
+    with pytest.raises(PlanError, match="cannot be read as the recording"):
         StreamRecording.read(tmp_path)

@@ -56,14 +56,14 @@ def replay(request: ReplayFlags) -> None:
             made_with = (f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())
             raise PatchparError(
                 f"{len(differing)} of {len(recording.blocks)} blocks differ from the recording, from block "
-                f"{differing[0]} on: another model, another version ({', '.join(made_with)}), or a changed journal"
+                f"{differing[0]} on: another model, another version ({', '.join(made_with)}), or a changed recording"
             )
         if not request.json:
             typer.echo(f"{len(recording.blocks)} blocks, every frame equal to the recording")
 
 
 def _model(request: ReplayFlags, recorded: str) -> str:
-    """The model to load. A journal is untrusted and does not choose it without confirmation. Raises PlanError."""
+    """The model to load. A recording is untrusted and does not choose it without confirmation. Raises PlanError."""
     from patchpar.models.files import shipped_name
 
     known = request.model or shipped_name(recorded)
@@ -72,7 +72,7 @@ def _model(request: ReplayFlags, recorded: str) -> str:
     asked = f"{request.session} was recorded with the model {recorded!r}."
     if _can_be_asked() and typer.confirm(f"{asked} Load that?", default=False, err=True):
         return recorded
-    raise PlanError(f"{asked} A journal does not choose what is loaded: pass --model {recorded!r}, or another model")
+    raise PlanError(f"{asked} A recording does not choose what is loaded: pass --model {recorded!r}, or another model")
 
 
 def _can_be_asked() -> bool:
