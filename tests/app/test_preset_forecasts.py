@@ -133,6 +133,7 @@ def test_a_forecast_comes_back_after_a_reload(
     panel.submit(OWNER, REQUEST)
     assert began.wait(20)
     assert panel.ask(OWNER) == "yes"
+    monkeypatch.setattr("app.job_updates.BEGIN_SECONDS", 0.05)
     threading.Timer(0.2, go.set).start()
     first, *_, (table, start, cancel) = resumed(panel)
     assert (first[1]["interactive"], first[2]["interactive"]) == (False, True)

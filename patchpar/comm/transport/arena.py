@@ -7,6 +7,7 @@ rank that keeps its values, such as shards of weights, can be a segment too: wha
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -36,6 +37,10 @@ class Segment:
     used: int = 0
     unread: int = 0
     is_kept: bool = False
+
+
+Position = tuple[Segment, int, int]
+"""Of a message: its segment, the offset there, and its bytes without what aligns the tensors."""
 
 
 class Arena:
@@ -81,14 +86,27 @@ class Arena:
                 return number
         return None
 
-    def position_of(self, x: Tensor) -> tuple[Segment, int] | None:
-        """Return the segment in which a contiguous tensor of any shape is kept, and its offset; None otherwise."""
+    def kept_at(self, tensors: Sequence[Tensor]) -> Position | None:
+        """Return where a message of these tensors lies if it is one that is kept, so that peers can read it there."""
+        if len(tensors) != 1 or not tensors[0].is_contiguous():
+            return None
+        start, num_bytes = tensors[0].data_ptr(), tensors[0].numel() * tensors[0].element_size()
         for segment in self.segments.values():
             if segment.is_kept:
-                offset = x.data_ptr() - segment.memory.data_ptr()
-                if offset >= 0 and offset + x.numel() * x.element_size() <= segment.memory.numel():
-                    return segment, offset
+                offset = start - segment.memory.data_ptr()
+                if offset >= 0 and offset + num_bytes <= segment.memory.numel():
+                    return segment, offset, num_bytes
         return None
+
+    def copied(self, tensors: Sequence[Tensor]) -> Position:
+        """Return where a message of these tensors has been copied to."""
+        segment, offset = self.take(sum(aligned(x.numel() * x.element_size()) for x in tensors))
+        at, total = offset, 0
+        for x in tensors:
+            num_bytes = x.numel() * x.element_size()
+            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
+            at, total = at + aligned(num_bytes), total + num_bytes
+        return segment, offset, total
 
     def free(self, number: int, messages: int) -> None:
         """Note that so many messages in a segment, which may have been dropped, have been read or will never be."""

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport.arena import Arena, Segment
+from patchpar.comm.transport.arena import Arena
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.peer_socket import DROPPED, FRAME, ArrivedMessage, OutgoingFrame, PeerSocket
 from patchpar.comm.transport.peer_stream import PartCounter, PeerStream, is_between_nodes
@@ -126,31 +126,13 @@ class SharedMemoryTransport(Poisonable):
         return line, line.expected - 1
 
     def _send(self, message: Outgoing, where: str) -> None:
-        found = self._registered(message)
+        found = self._arena.kept_at(message.tensors)
         if found is None:
             self._free_read(where)
-            found = self._copied(message)
+            found = self._arena.copied(message.tensors)
         for peer in message.peers:
             line = self._lines[peer]
             self._send_frame(line, line.frame_of(*found), where)
-
-    def _registered(self, message: Outgoing) -> tuple[Segment, int, int] | None:
-        """Return where the message lies, if peers can read it there: its segment, offset and bytes."""
-        if len(message.tensors) != 1 or not message.tensors[0].is_contiguous():
-            return None
-        found = self._arena.position_of(message.tensors[0])
-        return None if found is None else (*found, message.tensors[0].numel() * message.tensors[0].element_size())
-
-    def _copied(self, message: Outgoing) -> tuple[Segment, int, int]:
-        """Return where the message has been copied to: its segment, offset and bytes."""
-        room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
-        segment, offset = self._arena.take(room)
-        at, total = offset, 0
-        for x in message.tensors:
-            num_bytes = x.numel() * x.element_size()
-            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
-            at, total = at + aligned(num_bytes), total + num_bytes
-        return segment, offset, total
 
     def _free_read(self, where: str) -> None:
         """Free the space of messages that peers have read, and let them use that of those that nobody reads here."""
