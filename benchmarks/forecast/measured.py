@@ -20,7 +20,8 @@ from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "gpu.json"
-SECTION, PLAIN = "A rank's own work", "plain"
+SECTION, PLAIN, LAYERS = "A rank's own work", "plain", "Layers of a plain forward"
+ONE_BLOCK_A_ROW = "https://github.com/pytorch/pytorch/blob/v2.11.0/aten/src/ATen/native/cuda/layer_norm_kernel.cu"
 MODELS = {"sdxl": sdxl, "flux": flux}
 TITLES = {"sdxl": "SDXL, both branches", "flux": "FLUX.1 dev"}
 COSTS = {"eager": ASSUMED, "graph": AS_GRAPH}
@@ -72,6 +73,22 @@ def lines(models: Mapping[str, RecordedModel], figures: Path = FIGURES) -> Itera
         if longest is not None and row.model != longest.model:
             cells[-2:] = _cells(row, _predicted(models, row, longest.seconds / _predicted(models, longest)))[1:]
         yield f"| {' | '.join(cells)} |"
+    yield from _of_norms(figures)
+
+
+def _of_norms(figures: Path) -> Iterator[str]:
+    """Yield what is known of the norms of FLUX, if its layers were measured."""
+    sections = {each["heading"]: each["tables"] for each in json.loads(figures.read_text())}
+    rows = [row for table in sections.get(LAYERS, []) for row in table]
+    for row in rows:
+        if (row["model"], row["layer"]) == ("flux", "RMSNorm"):
+            yield ""
+            yield (
+                f"The {row['calls']} RMS norms of FLUX's heads took {row['ms']} ms "
+                f"([layers](gpu.md#{LAYERS.lower().replace(' ', '-')})), several times what their bytes take at the "
+                f"rate of the memory: torch's kernel has [a block of 128 threads for each row]({ONE_BLOCK_A_ROW}), of "
+                "which a head of 128 values, read four at a time, occupies 32. Forecasts do not know that."
+            )
 
 
 def _cells(row: MeasuredForward, found: float) -> list[str]:

@@ -97,6 +97,29 @@ def unguided(model: Model) -> Model:
     return without
 
 
+def before_torch_2_9(model: Model) -> Model:
+    """Return a model whose RMS norms are the kernels they consist of, as on GPUs before torch had one for them."""
+
+    def older() -> tuple[Any, dict[str, Any]]:
+        pipe, call = model()
+        for norm in pipe.transformer.modules():
+            if isinstance(norm, torch.nn.RMSNorm):
+                norm.forward = _unseen(norm.forward)
+        return pipe, call
+
+    return older
+
+
+def _unseen(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the forward of a norm of x [..., D], whose functions no mode sees."""
+
+    def unseen(x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return forward(x)
+
+    return unseen
+
+
 def with_vae(model: Model, channels: int, *, upcast: bool = False) -> Model:
     """Return a model that decodes its latents of so many channels, in the dtype of its network.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.forecast.encoders import of_flux, of_flux_in_sglang, of_sd15, of_sdxl, with_encoders
 from benchmarks.forecast.fp8 import in_fp8
-from benchmarks.forecast.models import flux, qwen, sd15, sdxl, unguided, wan, with_vae
+from benchmarks.forecast.models import before_torch_2_9, flux, qwen, sd15, sdxl, unguided, wan, with_vae
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.plan.replay.price import ASSUMED, BLOCKS_COMPILED, COMPILED, CostAssumptions
 
@@ -35,11 +35,13 @@ MODELS = {
     "sdxl": with_encoders(with_vae(sdxl, 4), of_sdxl),
     "sdxl-upcast": with_encoders(with_vae(sdxl, 4, upcast=True), of_sdxl),
     "flux": with_encoders(with_vae(flux, 16), of_flux),
+    "flux-before-2.9": before_torch_2_9(with_encoders(with_vae(flux, 16), of_flux)),
     "flux-in-sglang": with_encoders(flux, of_flux_in_sglang),
     "flux-fp8": in_fp8(with_encoders(with_vae(flux, 16), of_flux)),
     "qwen-512": qwen(512),
     "qwen-1536": qwen(1536),
     "wan": unguided(wan),
+    "wan-before-2.9": before_torch_2_9(unguided(wan)),
 }
 FASTER = "[flux-faster](https://github.com/xlite-dev/flux-faster)"
 DIFFUSERS = "[diffusers](https://huggingface.co/docs/diffusers/tutorials/fast_diffusion)"
@@ -171,7 +173,7 @@ ROWS = (
     ),
     PublishedRow(
         what="FLUX.1 dev, 1024 x 1024, eager",
-        model="flux",
+        model="flux-before-2.9",
         device="L20",
         steps=28,
         seconds=24.94,
@@ -202,7 +204,7 @@ ROWS = (
     ),
     PublishedRow(
         what="FLUX.1 dev, 1024 x 1024, eager",
-        model="flux",
+        model="flux-before-2.9",
         device="A100",
         steps=28,
         seconds=15.65,
@@ -211,7 +213,7 @@ ROWS = (
     ),
     PublishedRow(
         what="FLUX.1 dev, 1024 x 1024, eager",
-        model="flux",
+        model="flux-before-2.9",
         device="H100",
         steps=28,
         seconds=7.11,
@@ -241,7 +243,7 @@ ROWS = (
     ),
     PublishedRow(
         what="Wan 14B, 832 x 480, 81 frames, eager",
-        model="wan",
+        model="wan-before-2.9",
         device="H100",
         steps=1,
         seconds=4.602,

@@ -85,6 +85,22 @@ def test_products_in_another_dtype_are_as_much_slower_as_one_of_them_was_measure
         device.seconds(product(64, 64, 64, "float64"))
 
 
+def test_convolutions_in_another_dtype_have_a_rate_of_their_own() -> None:
+    """cuDNN computes those in float32 in TF32, and products are not: SDXL's VAE decodes in float32."""
+    device = replace(
+        DEVICE, dtype="bfloat16", other_dtypes={"float32": 0.125}, other_convolutions={"float32": 0.5, "float64": 0.1}
+    )
+    half = Operator("convolution", "bfloat16", 2 * 1024 * 64 * 576, 10**6, (1024, 64, 576))
+    assert device.seconds(replace(half, dtype="float32")) == pytest.approx(2 * device.seconds(half))
+    assert "convolutions: 0.50 times as fast in float32, 0.10 times as fast in float64" in " ".join(
+        ASSUMED.lines(device)
+    )
+    with pytest.raises(PlanError, match=r"convolution in float8.*tune --dtype float8"):
+        device.seconds(replace(half, dtype="float8_e4m3fn"))
+    with pytest.raises(PlanError, match="addmm in float64"):
+        device.seconds(product(64, 64, 64, "float64"))
+
+
 @pytest.mark.parametrize(("scale", "overhead"), [(1.15, 5e-5), (1.0, 0.0), (2.5, 1e-4)])
 def test_scale_and_overhead_are_found_from_calls(scale: float, overhead: float) -> None:
     """And predict others: a small one, where kernels cost most, and a large one."""
@@ -183,5 +199,9 @@ def test_a_device_that_no_link_reaches_is_named() -> None:
 
 def test_a_measurement_comes_back_from_its_file() -> None:
     links = (LinkClass(pairs=((0, 1),), latency=1e-5, rate=1e9),)
-    machine = MeasuredMachine(device=replace(DEVICE, other_dtypes={"float16": 0.5}), devices=2, links=links)
+    machine = MeasuredMachine(
+        device=replace(DEVICE, other_dtypes={"float16": 0.5}, other_convolutions={"float16": 0.75}),
+        devices=2,
+        links=links,
+    )
     assert decoded(MeasuredMachine, json.loads(json.dumps(asdict(machine)))) == machine

@@ -5,7 +5,7 @@ goes on with its small tensors on the CPU (timesteps, token ids), and networks o
 that is not there, it gets one that is made up.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
+from patchpar.models.dry_run.rms_norm import KERNEL as RMS_NORM
+from patchpar.models.dry_run.rms_norm import one_kernel
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import AttentionCall
 
@@ -108,6 +110,15 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         shapes = [_with_heads(x) for x in (call.query, call.key, call.value)]
         found = attended(call.query, call.value.shape[-1])
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
+        return found
+
+    def on_gpus(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function does; what CUDA computes in one kernel, and the meta device not, is one."""
+        norm = one_kernel(func, args, kwargs)
+        if norm is None:
+            return func(*args, **kwargs)
+        x, factors, found = norm.empty_results()
+        self._count(RMS_NORM, 0, (x, *(() if norm.weight is None else (norm.weight,)), factors, found))
         return found
 
     def _run_empty(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

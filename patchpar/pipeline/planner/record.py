@@ -80,7 +80,8 @@ class Recording:
             with ExitStack() as stack:
                 if self.options.joined:
                     stack.enter_context(fused_without_values())
-                for each in (on_the_cpu(self.pipe), torch.no_grad(), SdpaMode(mode.attend), mode):
+                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None)
+                for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
                 runner = RecordingRunner(context, transport, self.options, self._encoded)

@@ -45,7 +45,8 @@ class MeasuredDevice:
 
     `moving`: by COPY, FUNCTION and NORM, sorted by bytes. A call takes `scale` times the sum of its kernels, and
     `overhead` seconds for each that `has_overhead`. `other_dtypes`: how many times as fast as in `dtype` products are
-    in others, in which a network in half precision keeps some of its layers.
+    in others, in which a network in half precision keeps some of its layers. `other_convolutions`: the same of
+    convolutions, which cuDNN computes in TF32 where they are in float32, and products are not.
     """
 
     name: str
@@ -59,6 +60,7 @@ class MeasuredDevice:
     scale: float = 1.0
     overhead: float = 0.0
     other_dtypes: Mapping[str, float] = field(default_factory=dict)
+    other_convolutions: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of one operator. Raises PlanError for a product in a dtype that was not measured."""
@@ -82,11 +84,12 @@ class MeasuredDevice:
         return operator.flops / (as_fast * _rate(rates, operator.dims))
 
     def _as_fast_in(self, operator: Operator) -> float:
-        """Return how many times as fast as in the measured dtype a product is in its own."""
+        """Return how many times as fast as in the measured dtype a product or a convolution is in its own."""
         dtype = operator.dtype
         if dtype == self.dtype or (dtype in HALF and self.dtype in HALF):
             return 1.0
-        found = self.other_dtypes.get(dtype)
+        is_convolution = "convolution" in operator.name
+        found = (self.other_convolutions if is_convolution else self.other_dtypes).get(dtype)
         if found is None:
             raise PlanError(
                 f"{operator.name} in {dtype}: {self.name} was measured in {self.dtype}; measure it again with "

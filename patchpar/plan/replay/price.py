@@ -32,8 +32,6 @@ SPLIT = 1024
 """Of the inner dim of a product: parts of it that several processors compute where there are fewer tiles than these."""
 WIDTHS = 32
 """Widths of attention heads that kernels know are multiples of it."""
-
-
 SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes of an element."""
 LAYOUT_KERNELS = 3
@@ -74,9 +72,10 @@ class CostAssumptions:
         if isinstance(device, MeasuredDevice):
             launch = device.launch if self.launch else 0.0
             yield f"{device.name}: kernels by rates measured in {device.dtype}, times {device.scale:.2f}"
-            if device.other_dtypes:
-                others = (f"{rate:.2f} times as fast in {name}" for name, rate in device.other_dtypes.items())
-                yield f"products: {', '.join(others)}, by one of them"
+            for kernels, rates in (("products", device.other_dtypes), ("convolutions", device.other_convolutions)):
+                others = ", ".join(f"{rate:.2f} times as fast in {name}" for name, rate in rates.items())
+                if others:
+                    yield f"{kernels}: {others}, by one of them"
             yield f"process: measured, {1e6 * (launch or device.overhead):.1f} µs per kernel"
             return
         yield (

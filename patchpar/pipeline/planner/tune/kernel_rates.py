@@ -35,36 +35,46 @@ def measured_device(timer: DeviceTimer, dtype: torch.dtype, name: str, memory: i
     tokens = (64, 256, 1024) if small else (256, 1024, 4096, 16384)
     make = _Maker(timer.device, dtype)
     products = tuple(_product(timer, make, *dims) for dims in product(sizes[0], sizes[1], sizes[1]))
+    convolutions = tuple(_convolution(timer, make, *each) for each in maps)
+    one = (256, 512, 512) if small else (4096, 3072, 3072)
     return MeasuredDevice(
         name=name,
         memory=memory,
         dtype=str(dtype).removeprefix("torch."),
         beside_host=not small,
         products=products,
-        convolutions=tuple(_convolution(timer, make, *each) for each in maps),
+        convolutions=convolutions,
         attention=tuple(_attention(timer, make, *each) for each in product(tokens, (32, 64) if small else (64, 128))),
         moving={kind: tuple(_moved(timer, make, run, small=small)) for kind, run in MOVING.items()},
-        other_dtypes=_other_dtypes(timer, dtype, products, (256, 512, 512) if small else (4096, 3072, 3072)),
+        other_dtypes=_other_dtypes(dtype, products, lambda other: _product(timer, make.of(other), *one)),
+        other_convolutions=_other_dtypes(
+            dtype, convolutions, lambda other: _convolution(timer, make.of(other), *maps[0])
+        ),
     )
 
 
 def _other_dtypes(
-    timer: DeviceTimer, dtype: torch.dtype, products: Sequence[KernelRate], dims: tuple[int, int, int]
+    dtype: torch.dtype, measured: Sequence[KernelRate], measure: Callable[[torch.dtype], KernelRate]
 ) -> dict[str, float]:
-    """Return how many times as fast as in `dtype` one of the `products` is in each other dtype that the device has."""
-    (rate,) = (each.rate for each in products if each.dims == dims)
+    """Return how many times as fast as in `dtype` one of the `measured` is in each other dtype that the device has."""
+    rates = {each.dims: each.rate for each in measured}
     found: dict[str, float] = {}
     for other in OTHERS:
         if other == dtype or {other, dtype} <= HALVES:
             continue
         with suppress(RuntimeError):  # the device has no such kernel
-            found[str(other).removeprefix("torch.")] = _product(timer, _Maker(timer.device, other), *dims).rate / rate
+            there = measure(other)
+            found[str(other).removeprefix("torch.")] = there.rate / rates[there.dims]
     return found
 
 
 class _Maker:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
+
+    def of(self, dtype: torch.dtype) -> "_Maker":
+        """Return what makes values in another dtype."""
+        return _Maker(self._device, dtype)
 
     def __call__(self, *shape: int) -> Tensor:
         """Return random values of a shape, of any dims."""
