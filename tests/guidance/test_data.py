@@ -387,14 +387,17 @@ def test_noise_sampled_by_torch_itself_is_that_of_one_call() -> None:
     pipe, generator = tiny.build("sd").pipe, generators(1)[0]
     torch.manual_seed(5)
     like, whole = torch.zeros(3, 4, 8, 8), torch.randn((3, 4, 8, 8), generator=fresh(generator))
-    of_torch, plane = torch.randn_like(like), torch.randn(3, 8)
+    of_torch, plane, plane_like = torch.randn_like(like), torch.randn(3, 8), torch.randn_like(like[0, 0])
     for rank, rows in enumerate([slice(0, 2), slice(2, 3)]):
         torch.manual_seed(5)
         given = fresh(generator)
         with as_one_call(pipe, {"prompt": PROMPTS, "generator": given}, rank, 2):
-            assert torch.equal(torch.randn(rows.stop - rows.start, 4, 8, 8, generator=given), whole[rows])
+            own = torch.randn(rows.stop - rows.start, 4, 8, 8, generator=given)
+            assert torch.equal(own, whole[rows])
+            assert own.untyped_storage().nbytes() == own.nbytes, "the rows of others take no memory"
             assert torch.equal(torch.randn_like(like[rows]), of_torch[rows])
             assert torch.equal(torch.randn(3, 8), plane)
+            assert torch.equal(torch.randn_like(like[0, 0]), plane_like)
             with pytest.raises(PlanError, match="samples noise for 4 rows from torch's own generator"):
                 torch.randn_like(torch.zeros(4, 4, 8, 8))
 
