@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,9 @@ def test_arguments_for_all_prompts() -> None:
     assert given.for_all(["two tall pines"]) == ["a house", "two tall pines"]
     assert given.for_all(["blurred"]) == ["blurred"] * 2
     assert given.for_all("blurred") == "blurred"
+    of_two = replace(given, own=2, total=3)
+    assert of_two.for_all(["blurred"] * 2) == ["blurred"] * 3
+    assert of_two.for_all(["blurred", "dark"]) == ["blurred", "dark"], "of prompts that are not known"
 
 
 def test_rows_of_what_is_encoded_for_all() -> None:
@@ -448,6 +452,24 @@ def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
             assert torch.equal(seen, whole[rank : rank + 1] + 2)
     assert "encode_prompt" not in vars(pipe), "taken out again"
     assert len(pipe.encode_prompt(["a"])) == 1
+
+
+class OfOneText(Encoding):
+    def encode_prompt(self, prompt: list[str], batch_size: int = 1) -> torch.Tensor:
+        if len(prompt) > 1:
+            raise ValueError("one text at a time")
+        return super().encode_prompt(prompt, batch_size)
+
+
+def test_texts_that_cannot_be_encoded_together_are_refused() -> None:
+    call = {"prompt": PROMPTS[:2], "generator": generators(2)}
+    with (
+        pytest.raises(
+            PlanError, match=r"not those of all as in one call \(ValueError: one text at a time\): use data=1"
+        ),
+        as_one_call(pipe := OfOneText(), call, 0, 2) as own,
+    ):
+        pipe.encode_prompt(own["prompt"], batch_size=1)
 
 
 def test_tokens_sampled_by_their_probabilities_are_refused() -> None:
