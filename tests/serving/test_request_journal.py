@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,10 @@ def test_only_its_user_can_read_a_request(tmp_path: Path) -> None:
 def test_a_request_that_cannot_be_written_takes_no_room(tmp_path: Path) -> None:
     journal = RequestJournal(tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(OSError, match="no room"), journal.writing(NAMES[0]) as part:
-        (part / "image-0.png").write_bytes(b"image")
-        raise OSError("no room")
+    cyclic: dict[str, Any] = {}
+    cyclic["request"] = cyclic
+    with pytest.raises(ValueError, match="Circular"):
+        journal.save(replace(request_of(NAMES[0]), request=cyclic))
     assert sorted(tmp_path.iterdir()) == before
 
 
