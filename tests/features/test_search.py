@@ -102,6 +102,24 @@ def test_a_layer_norm_over_ranks_is_as_precise_as_torchs(mean: float) -> None:
     assert error <= max(1e-6, 4 * torchs)
 
 
+def test_features_of_several_runs_come_back_in_order() -> None:
+    """As of queries, keys and values in one Linear: each rank has some of each."""
+    cut, x = FeatureCut("qkv", (((0, 1), (4, 6)), ((1, 4), (6, 9)))), torch.arange(18.0).view(9, 2)
+    parts = [cut.part(x, 0, rank) for rank in range(2)]
+    assert [part[:, 0].tolist() for part in parts] == [[0, 8, 10], [2, 4, 6, 12, 14, 16]]
+    assert torch.equal(cut.whole(parts, 0), x)
+
+
+def test_equal_features_of_a_layer_norm_have_no_negative_variance() -> None:
+    """It is a difference of large sums, which rounding may take below zero."""
+    norm, x = nn.LayerNorm(45, eps=1e-12), torch.linspace(3e3, 3e5, 64)[:, None].expand(64, 45)
+    sums = torch.stack([sums_of(norm, part) for part in x.chunk(3, -1)]).sum(0)
+    variance = sums[:, 0] / 45 - (sums[:, 1] / 45).square()
+    assert (variance < -norm.eps).any(), "control"
+    norm.weight, norm.bias = None, None
+    assert not normalized(norm, x, sums, 45).any()
+
+
 def test_a_table_for_all_heads_is_divided_like_them() -> None:
     cut = find_cut(captured("scaled"), 2)
     assert cut.arguments == (FeatureCut("factor", (((0, 4),), ((4, 12),))),)

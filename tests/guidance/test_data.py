@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,9 @@ def test_arguments_for_all_prompts() -> None:
     assert given.for_all(["two tall pines"]) == ["a house", "two tall pines"]
     assert given.for_all(["blurred"]) == ["blurred"] * 2
     assert given.for_all("blurred") == "blurred"
+    of_two = replace(given, own=2, total=3)
+    assert of_two.for_all(["blurred"] * 2) == ["blurred"] * 3
+    assert of_two.for_all(["blurred", "dark"]) == ["blurred", "dark"], "of prompts that are not known"
 
 
 def test_rows_of_what_is_encoded_for_all() -> None:
@@ -387,14 +391,17 @@ def test_noise_sampled_by_torch_itself_is_that_of_one_call() -> None:
     pipe, generator = tiny.build("sd").pipe, generators(1)[0]
     torch.manual_seed(5)
     like, whole = torch.zeros(3, 4, 8, 8), torch.randn((3, 4, 8, 8), generator=fresh(generator))
-    of_torch, plane = torch.randn_like(like), torch.randn(3, 8)
+    of_torch, plane, plane_like = torch.randn_like(like), torch.randn(3, 8), torch.randn_like(like[0, 0])
     for rank, rows in enumerate([slice(0, 2), slice(2, 3)]):
         torch.manual_seed(5)
         given = fresh(generator)
         with as_one_call(pipe, {"prompt": PROMPTS, "generator": given}, rank, 2):
-            assert torch.equal(torch.randn(rows.stop - rows.start, 4, 8, 8, generator=given), whole[rows])
+            own = torch.randn(rows.stop - rows.start, 4, 8, 8, generator=given)
+            assert torch.equal(own, whole[rows])
+            assert own.untyped_storage().nbytes() == own.nbytes, "the rows of others take no memory"
             assert torch.equal(torch.randn_like(like[rows]), of_torch[rows])
             assert torch.equal(torch.randn(3, 8), plane)
+            assert torch.equal(torch.randn_like(like[0, 0]), plane_like)
             with pytest.raises(PlanError, match="samples noise for 4 rows from torch's own generator"):
                 torch.randn_like(torch.zeros(4, 4, 8, 8))
 
@@ -445,6 +452,24 @@ def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
             assert torch.equal(seen, whole[rank : rank + 1] + 2)
     assert "encode_prompt" not in vars(pipe), "taken out again"
     assert len(pipe.encode_prompt(["a"])) == 1
+
+
+class OfOneText(Encoding):
+    def encode_prompt(self, prompt: list[str], batch_size: int = 1) -> torch.Tensor:
+        if len(prompt) > 1:
+            raise ValueError("one text at a time")
+        return super().encode_prompt(prompt, batch_size)
+
+
+def test_texts_that_cannot_be_encoded_together_are_refused() -> None:
+    call = {"prompt": PROMPTS[:2], "generator": generators(2)}
+    with (
+        pytest.raises(
+            PlanError, match=r"not those of all as in one call \(ValueError: one text at a time\): use data=1"
+        ),
+        as_one_call(pipe := OfOneText(), call, 0, 2) as own,
+    ):
+        pipe.encode_prompt(own["prompt"], batch_size=1)
 
 
 def test_tokens_sampled_by_their_probabilities_are_refused() -> None:

@@ -21,6 +21,7 @@ import pytest
 from patchpar.launch import process as process_module
 from patchpar.launch import worker as worker_module
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.descriptors import receive_with_descriptors
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.process import ProcessWork
 from patchpar.launch.worker import Worker, WorkerContext
@@ -157,6 +158,24 @@ def test_a_block_for_which_there_is_no_descriptor_left_is_not_another_ones() -> 
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         channel.close()
+
+
+def test_descriptors_that_came_before_one_for_which_there_is_none_left_are_closed() -> None:
+    resource = pytest.importorskip("resource")
+    ours, theirs = socket.socketpair()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        socket.send_fds(theirs, [b"frame"], [file.fileno()] * 2)
+        free = os.dup(file.fileno())
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, limits[1]))
+            with pytest.raises(OSError, match="ulimit"):
+                receive_with_descriptors(ours, 5, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(free)
 
 
 def worker_on(end: socket.socket) -> Worker:

@@ -76,6 +76,14 @@ def test_a_link_that_cannot_be_made_hides_no_failure(pool: WorkerPool, monkeypat
     assert pool._starter.linked == [(0, 1)] * 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("is_single", "lacking"), [(True, {1}), (False, {0, 1})])
+def test_a_lost_rank_of_a_group_takes_the_others_along(pool: WorkerPool, is_single: bool, lacking: set[int]) -> None:
+    pool._is_single, pool._ready = is_single, {0, 1}
+    assert not pool.lacking([0, 1])
+    pool._ready.remove(1)
+    assert pool.lacking([0, 1]) == lacking
+
+
 def test_a_pool_that_another_thread_closes_says_so(pool: WorkerPool) -> None:
     pool.close()
     with pytest.raises(LaunchError, match="closed"):

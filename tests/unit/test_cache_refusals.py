@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_first_block_cache, apply_pyramid_attention_broadcast
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
@@ -15,6 +16,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard import step_caches
 from patchpar.shard.step_caches import CacheVote, caches_set_aside, refuse_caches
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
@@ -58,6 +60,27 @@ def test_broadcast_attention_is_set_aside() -> None:
             assert all(torch.equal(model(**calls[n])[0], want[n]) for n in (0, 1, 0))
         assert torch.equal(model(**calls[0])[0], want[0])
         assert not torch.equal(model(**calls[1])[0], want[1]), "control: the first call's attention is read again"
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_cache_that_measures_ratios_of_its_own_tokens_is_refused(calibrate: bool) -> None:
+    """Calibrated, it decides by the number of the step; the calibration takes means over a rank's tokens."""
+    model = flux()
+    ratios = None if calibrate else [1.0, 1.0]
+    model.enable_cache(MagCacheConfig(num_inference_steps=2, mag_ratios=ratios, calibrate=calibrate))
+    with pytest.raises(UnsupportedModel, match="MagCacheConfig cannot") if calibrate else nullcontext():
+        refuse_caches(model, stale=False)
+
+
+def test_without_the_vote_a_cache_decides_as_diffusers() -> None:
+    model = flux()
+    apply_first_block_cache(model, FirstBlockCacheConfig(threshold=0.1))
+    heads = [hook for hook in step_caches._cache_hooks(model) if isinstance(hook, FBCHeadBlockHook)]
+    vote = CacheVote(model, cast("Communicator", None), [], StepClock())
+    vote.renew()
+    assert [step_caches.DECISION in vars(hook) for hook in heads] == [True]
+    vote.restore()
+    assert [step_caches.DECISION in vars(hook) for hook in heads] == [False]
 
 
 @pytest.mark.parametrize("axis", ["data", "cfg"])

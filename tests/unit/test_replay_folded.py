@@ -112,7 +112,25 @@ def test_groups_that_share_a_network_card_are_replayed_together() -> None:
     topology = Topology(lambda a, b: Route((card,)))
     tapes: list[Tape] = [(Send(0, (1 - rank,), "kv", 10), Wait(0, 1 - rank, 10)) for rank in range(2)]
     assert replay_groups(tapes, 5, topology).seconds == 10.0
+    with_ports = Topology(lambda a, b: Route((Resource(f"out {a}", 10.0), Resource("switch", 1000.0))))
+    all_ranks = [fold.moved(tape, 2 * group) for group in range(5) for tape in tapes]
+    assert replay_groups(tapes, 5, with_ports).seconds == replay(all_ranks, with_ports).seconds
     assert len(replay_groups(tapes, 5, equal_ports(10.0)).found) == 1
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency", "cable"), [(10.0, 1.0, "{a}"), (5.0, 0.0, "{a}"), (10.0, 0.0, "both ways")]
+)
+def test_a_group_with_slower_links_is_replayed_by_itself(rate: float, latency: float, cable: str) -> None:
+    """Of two groups of two ranks the second has more latency, less rate, or one cable for both directions."""
+
+    def path(a: int, b: int) -> Route:
+        return Route((Resource(f"{a}", 10.0),)) if a < 2 else Route((Resource(cable.format(a=a), rate),), latency)
+
+    tapes: list[Tape] = [(Send(0, (1 - rank,), "kv", 10), Wait(0, 1 - rank, 10)) for rank in range(2)]
+    found = replay_groups(tapes, 2, Topology(path))
+    assert [(count, each.seconds) for count, each in found.found] == [(1, 1.0), (1, 2.0)]
+    assert found.slowest.seconds == found.seconds == 2.0
 
 
 def test_a_thousand_devices_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import split_bands
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.vae import attention
-from patchpar.shard.vae.band import VaeBand
+from patchpar.shard.vae.band import NOTHING, NeighbourRows, VaeBand
 from patchpar.shard.vae.functions import BandFunctions
 from patchpar.shard.vae.split import SplitMethod, VaeCall, random_numbers_kept
 from tests.unit.threads import on_threads
@@ -209,6 +210,15 @@ def test_edge_rows_of_a_norm_travel_only_where_they_are_of_use() -> None:
 
     for first, second in raised(on_threads(2, sent)):
         assert 0 < second < first
+
+
+def test_edge_rows_of_the_last_norm_of_a_run_are_of_no_use() -> None:
+    band, x = VaeBand(cast("LocalPatch", None)), torch.zeros(1)
+    for norm in ("first", "last"):
+        band.leave(NeighbourRows(weakref.ref(x), lambda: NOTHING, norm=norm))
+    assert band.feeds == {"first": False}
+    band.finish()
+    assert band.feeds == {"first": False, "last": False}
 
 
 def test_modules_are_named_where_something_is_wrong() -> None:

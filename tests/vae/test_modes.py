@@ -21,7 +21,7 @@ from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.startup import way_and_network
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.vae.modes import MODES, check_mode
-from patchpar.shard.vae.parallel import OutputNeeded, ParallelVaes
+from patchpar.shard.vae.parallel import OutputNeeded, ParallelVaes, VaeCallState
 from patchpar.shard.verification_cache import VerificationCache
 from tests.tensors import psnr_db
 from tests.unit.threads import on_threads
@@ -202,6 +202,17 @@ def test_the_denoiser_is_watched() -> None:
         watching.restore()
 
     on_ranks("exact", generates_again)
+
+
+def test_an_image_that_is_decoded_for_others_is_not_needed_on_all_ranks() -> None:
+    state = VaeCallState()
+    with state.open():
+        with state.aside():
+            state.dropped = True
+        state.go_on()
+        state.dropped = True
+        with pytest.raises(OutputNeeded):
+            state.go_on()
 
 
 def test_outside_a_call_every_rank_has_its_own_vae() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from patchpar.models.dry_run.dry_run import weight_bytes
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
+from patchpar.shard.weights import host_store
 from patchpar.shard.weights.packed import blocks_of
 from patchpar.shard.weights.sharded import SLOTS
 from tests import tiny
@@ -155,6 +160,28 @@ def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: 1000)
     with pytest.raises(PlanError, match=r"GiB of weights in host memory .*smaller dtype, use weights=sharded"):
         ParallelPipeline(tiny.build("flux").pipe, devices="cpu", plan="weights=hosted")
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "refused"),
+    [
+        ([("a", 600, 1000), ("a", 600, 1000)], "1.2 GiB of weights in host memory here, of which 1.0 GiB are free"),
+        ([("a", 600, 2000), ("a", 600, 1000)], "of which 1.0 GiB are free"),  # another one has taken some meanwhile
+        ([("a", 600, None), ("a", 600, 1000)], "of which 1.0 GiB are free"),
+        ([("a", 600, 1000), ("b", 600, 1000)], ""),
+        ([("a", 600, None), ("a", 600, None)], ""),
+    ],
+)
+def test_host_memory_is_that_of_all_ranks_of_a_host(
+    of_ranks: list[tuple[str, int, int | None]], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = [[host, need * 2**30 // 1000, free and free * 2**30 // 1000] for host, need, free in of_ranks]
+    gather = SimpleNamespace(of_bytes=lambda own: [json.dumps(each).encode() for each in facts])
+    monkeypatch.setattr(host_store, "AllGather", lambda *_: gather)
+    monkeypatch.setattr(host_store, "uncounted", lambda _: contextlib.nullcontext())
+    mesh: Any = (None, None)
+    with pytest.raises(PlanError, match=re.escape(refused)) if refused else contextlib.nullcontext():
+        host_store.refuse_without_host_memory(1, mesh)
 
 
 def test_offloading_beside_it_is_refused() -> None:

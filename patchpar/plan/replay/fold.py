@@ -94,7 +94,7 @@ def _sharing(groups: int, size: int, pairs: Sequence[tuple[int, int]], topology:
 def _form(together: Sequence[int], size: int, pairs: Sequence[tuple[int, int]], topology: Topology) -> object:
     """Return what two sets of groups have in common that take the same time: their routes, whatever the names."""
     numbers: dict[str, int] = {}
-    return len(together), tuple(
+    return tuple(
         (tuple((numbers.setdefault(each.name, len(numbers)), each.rate) for each in route.resources), route.latency)
         for route in _routes(together, size, pairs, topology)
     )
