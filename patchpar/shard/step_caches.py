@@ -170,6 +170,22 @@ def _reads_both_branches(denoiser: nn.Module) -> bool:
     return any(getattr(hook, "is_guidance_distilled", True) is False for hook in _cache_hooks(denoiser))
 
 
+def counts_calls(denoiser: nn.Module) -> str | None:
+    """Return the name of a cache that counts calls, and keeps attention, of all branches together; else None."""
+    name = cache_of(denoiser)
+    return name if name in ("FasterCacheConfig", "PyramidAttentionBroadcastConfig") else None
+
+
+def refuse_counting(name: str | None, size: int) -> None:
+    """Raise UnsupportedModel for such a cache where each of `size` ranks has the calls of one guidance branch."""
+    if name is not None:
+        raise UnsupportedModel(
+            f"{name} cannot be used with cfg={size} in a pipeline that calls the denoiser once for each guidance "
+            "branch: it counts the calls of all branches, of which each rank has its own: use "
+            f"{', '.join(sorted(DECIDES_ALIKE))}, or data=N"
+        )
+
+
 def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield diffusers' hooks of a denoiser, each with the file that has its class."""
     for module in denoiser.modules():
