@@ -21,7 +21,7 @@ from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
-from patchpar.shard.step_caches import CacheVote, cache_of
+from patchpar.shard.step_caches import CacheVote, cache_of, counts_calls
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
     kept_by_processors,
@@ -108,7 +108,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             for layer in self.layers:
                 if isinstance(layer, GuidanceSplit):
                     if looks:  # iterates over all modules, so not at every call
-                        self._by_branch = layer.layers_of(module)
+                        self._by_branch, layer.counts_calls = layer.layers_of(module), counts_calls(module)
                     layer.by_branch = self._by_branch
                     layer.carriers = {} if self.check is None else self.check.carriers_of(plain, kept)
             split = partial(self._checked, partial(forward, *args, **kwargs), plain, kept)

@@ -93,6 +93,11 @@ class CacheVote:
     def _refuse_others(self) -> None:
         """Raise UnsupportedModel for a cache that decides by tensors of all prompts or branches, and has no vote."""
         name, batch = cache_of(self.denoiser), [axis for axis in self.axes if axis.name != "patch" and axis.size > 1]
+        if name is not None and any(axis.name == "cfg" for axis in batch) and _reads_both_branches(self.denoiser):
+            raise UnsupportedModel(
+                f"{name} cannot be used with axis 'cfg': it computes the branch without the prompt from the other one, "
+                f"and takes each half of a batch for one of them: use {', '.join(sorted(DECIDES_ALIKE))}, or data=N"
+            )
         if name is None or not batch or name in DECIDES_ALIKE or name in BY_STEP:
             return
         plan = ",".join(f"{axis.name}={axis.size}" for axis in batch)
@@ -158,6 +163,27 @@ def _magnitude(x: Tensor) -> Tensor:
 
 def _cache_hooks(denoiser: nn.Module) -> list[Any]:
     return [hook for file, hook in _hooks_by_file(denoiser) if file in CONFIGURED_BY]
+
+
+def _reads_both_branches(denoiser: nn.Module) -> bool:
+    """Whether a cache has been told that a batch is both branches of guidance, as FasterCache is by default."""
+    return any(getattr(hook, "is_guidance_distilled", True) is False for hook in _cache_hooks(denoiser))
+
+
+def counts_calls(denoiser: nn.Module) -> str | None:
+    """Return the name of a cache that counts calls, and keeps attention, of all branches together; else None."""
+    name = cache_of(denoiser)
+    return name if name in ("FasterCacheConfig", "PyramidAttentionBroadcastConfig") else None
+
+
+def refuse_counting(name: str | None, size: int) -> None:
+    """Raise UnsupportedModel for such a cache where each of `size` ranks has the calls of one guidance branch."""
+    if name is not None:
+        raise UnsupportedModel(
+            f"{name} cannot be used with cfg={size} in a pipeline that calls the denoiser once for each guidance "
+            "branch: it counts the calls of all branches, of which each rank has its own: use "
+            f"{', '.join(sorted(DECIDES_ALIKE))}, or data=N"
+        )
 
 
 def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:

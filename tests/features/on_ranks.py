@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor
 from torch import Tensor, nn
 
 from patchpar.comm.all_reduce import all_reduce
@@ -201,6 +202,21 @@ def sums(this: PoolRank, through_torch: bool) -> list[tuple[Tensor, float]]:
     if through_torch:
         transport.close()
     return found
+
+
+@torch.no_grad()
+def filling_a_cache(this: PoolRank, folder: str) -> tuple[str, bool]:
+    """The message for a call that keeps keys of reference tokens for later calls, and whether all is whole after."""
+    tiny = TRANSFORMERS["Flux2Transformer2DModel"]
+    network, call = tiny.build(), tiny.call(0) | {"kv_cache_mode": "extract", "num_ref_tokens": 2}
+    for block in network.transformer_blocks:
+        block.attn.set_processor(Flux2KVAttnProcessor())
+    before, message = state_of(network), "not refused"
+    try:
+        divided(this, network, folder).prepare(network.forward, ((), call))
+    except PatchparError as error:
+        message = f"{type(error).__name__}: {error}"
+    return message, is_whole(network, before)
 
 
 @torch.no_grad()

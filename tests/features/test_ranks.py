@@ -59,6 +59,14 @@ def test_weights_can_be_trained_after_a_cut_in_inference_mode(ranks: Any) -> Non
         assert not any(found)
 
 
+def test_a_cache_that_would_have_keys_of_own_heads_is_refused(ranks: Any, tmp_path: Path) -> None:
+    """As FLUX.2 [klein] KV fills in its first step, and reads in the others."""
+    for message, whole in ranks.run(f"{ON_RANKS}:filling_a_cache", 2, str(tmp_path)):
+        assert message.startswith("UnsupportedModel: Flux2Transformer2DModel writes keys of its own heads to a cache")
+        assert "use patch=N" in message
+        assert whole
+
+
 def test_what_was_found_is_kept(ranks: Any, tmp_path: Path) -> None:
     found = ranks.run(f"{ON_RANKS}:kept_in_files", 2, str(tmp_path), "WanTransformer3DModel")
     for searched, kept, without_file in found:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from diffusers.hooks import PyramidAttentionBroadcastConfig
 
 from benchmarks.coverage.pipelines.language import ENTRIES
-from patchpar import Plan, PlanError
+from patchpar import Plan, PlanError, UnsupportedModel
 from patchpar.models.guiders import GUIDES
 from patchpar.models.info import describe
 from patchpar.pipeline.auto_plan import choose
@@ -101,3 +102,22 @@ def test_a_distilled_model_that_never_guides(hold: Hold) -> None:
 def test_the_way_to_guidance_is_that_of_the_pipeline(pipe: Any, call: dict[str, Any], way_out: str) -> None:
     with pytest.raises(PlanError, match=way_out):
         check_plan_for(describe(pipe()), Plan.parse("cfg=2"), {"prompt": "a red house", **call})
+
+
+def test_a_cache_that_counts_the_calls_of_both_branches(hold: Hold) -> None:
+    """Plain diffusers reads one branch's attention in the other; with cfg=2 each rank would have its own."""
+    tiny = build("flux")
+    pipe, call = tiny.pipe, {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent"}
+    want = pipe(**call, generator=generator())
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    )
+    with hold(pipe) as parallel:
+        parallel.plan = "cfg=2"
+        parallel.transformer.enable_cache(config)
+        with pytest.raises(
+            UnsupportedModel, match=r"PyramidAttentionBroadcastConfig cannot be used with cfg=2.*data=N"
+        ):
+            parallel(**call, generator=generator())
+        parallel.transformer.disable_cache()
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT

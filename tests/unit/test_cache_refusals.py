@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import FasterCacheConfig, FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_first_block_cache, apply_pyramid_attention_broadcast
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook, FBCSharedBlockState
 
@@ -94,6 +94,26 @@ def test_a_cache_that_decides_by_a_part_of_the_batch(axis: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"SeaCacheConfig cannot be used with {axis}=2: it may decide by the"):
         vote.renew()
     CacheVote(model, vote.comm, [Axis("patch"), Axis(axis)], StepClock()).renew()
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_a_cache_that_computes_one_branch_from_the_other(distilled: bool) -> None:
+    """Of two prompts on a rank with one branch, FasterCache would replace the first."""
+    model = TRANSFORMERS["CogVideoXTransformer3DModel"].build()
+    config = FasterCacheConfig(
+        current_timestep_callback=lambda: 500,
+        attention_weight_callback=lambda module: 0.5,
+        tensor_format="BFCHW",
+        is_guidance_distilled=distilled,
+    )
+    model.enable_cache(config)
+    for axis in ("cfg", "data"):
+        vote = CacheVote(model, cast("Communicator", None), [Axis(axis, 0, 2, (0, 1))], StepClock())
+        if axis == "cfg" and not distilled:
+            with pytest.raises(UnsupportedModel, match=r"FasterCacheConfig cannot be used with axis 'cfg'.*or data=N"):
+                vote.renew()
+        else:
+            vote.renew()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -13,7 +13,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.precision import full_precision
-from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.step_caches import caches_set_aside, held_by
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
@@ -107,12 +107,23 @@ class TensorDenoiser:
     def _compared(self, plan: FeaturePlan, forward: Forward, call: Call) -> Iterator[list[Comparison]]:
         arguments = CallArguments.of(self.denoiser, *call)
         with full_precision():
-            wanted = floats_in(arguments.passed_to(forward))
+            whole = arguments.passed_to(forward)
+            held = _shapes_held(whole, call)
             self._cut(plan)
-            found = floats_in(arguments.passed_to(forward))
-            pairs = list(zip(found, wanted, strict=True))
+            own = arguments.passed_to(forward)
+            if _shapes_held(own, call) != held:  # on all ranks alike
+                raise UnsupportedModel(
+                    f"{plan.denoiser} writes keys of its own heads to a cache that other calls read, of which each "
+                    f"rank would have only a part: {WAY_OUT}"
+                )
+            pairs = list(zip(floats_in(own), floats_in(whole), strict=True))
             compared = [Comparison(relative_error(x, y), rounding_limit([y])) for x, y in pairs]
         yield compared
+
+
+def _shapes_held(output: Any, call: Call) -> list[torch.Size]:
+    """Return the shapes of the tensors that objects in an output, and in the arguments of its call, hold."""
+    return [x.shape for x, _ in held_by((output, call))]
 
 
 def _dtype_of(denoiser: Any) -> dict[str, str]:

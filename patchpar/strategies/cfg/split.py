@@ -32,7 +32,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.shard.guidance_branches import at_own_index
-from patchpar.shard.step_caches import are_as_before, gives_back, held_by, with_given, without_given
+from patchpar.shard.step_caches import are_as_before, gives_back, held_by, refuse_counting, with_given, without_given
 from patchpar.shard.verification import call_signature
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
@@ -98,8 +98,7 @@ class GuidanceSplit:
     """Distributes guidance branches over `axis`. Every call of every denoiser goes through `denoise` on every rank.
 
     Call `reset` before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
-    next call, see `Batch.known`; `by_branch`: the layers of its network that treat branches differently, which
-    `layers_of` returns.
+    next call, see `Batch.known`; `by_branch`: what `layers_of` returns of its network; `counts_calls`: its cache.
     """
 
     def __init__(
@@ -112,6 +111,7 @@ class GuidanceSplit:
         self.layers_of = layers_of
         self.carriers: Mapping[str, int | None] = {}
         self.by_branch: Sequence[nn.Module] = ()
+        self.counts_calls: str | None = None
         self._axis, self._clock = axis, clock
         self._post = PredictionExchange(comm, axis, self._send_shards, self._not_made)
         self.rounds: GatherRounds | None = None
@@ -172,6 +172,7 @@ class GuidanceSplit:
             return self._part_of_batch(forward, sample, args, kwargs)
         if progress.most == 1 and (progress.finished if self._clock.guided is None else not self._clock.guided):
             raise PlanError(self._no_guidance())
+        refuse_counting(self.counts_calls, self._axis.size)  # on all ranks, before any sends
         return self._own_call_or_async_tensor(forward, sample, args, kwargs)
 
     def pass_over(self, *args: Any, **kwargs: Any) -> None:
