@@ -9,7 +9,7 @@ import gradio as gr
 from . import html
 from .blocks import preview_of
 from .edit import MAX_SIDE, ImageEdit, edit
-from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field, shows_click
+from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
@@ -80,7 +80,6 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list
             status = gr.HTML(html.notice(HINT), elem_id="edit-status")
             facts = gr.HTML(elem_id="edit-facts")
     filled = [image, status, facts, start, cancel]
-    shows_click(status, [start])
     start.click(tab.generate, [owner, painted, *fields, *forms.loras], filled, show_progress="hidden")
     clears_error(status, HINT, [*fields, *forms.loras])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")

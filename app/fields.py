@@ -149,15 +149,6 @@ def clears_error(status: gr.HTML, hint: str, fields: Iterable[Any]) -> None:
     gr.on([each.input for each in fields], None, status, status, js=js, show_progress="hidden")
 
 
-def shows_click(status: gr.HTML, starts: Iterable[gr.Button]) -> None:
-    """Tell the user at once that a click was received: the server's first message may come with the first step.
-
-    Before the event that starts the job: the browser handles those of a click one after the other.
-    """
-    js = f"() => {json.dumps(html.SENT)}"
-    gr.on([each.click for each in starts], None, None, status, js=js, show_progress="hidden")
-
-
 def result(label: str, name: str, **options: Any) -> gr.Image:
     """An output image."""
     update = {"elem_id": name, "elem_classes": ["generated"], "format": "png", "buttons": IMAGE_BUTTONS}

@@ -8,7 +8,7 @@ import gradio as gr
 
 from . import html
 from .blocks import preview_of
-from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result, result_pair, shows_click, uploaded
+from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result, result_pair, uploaded
 from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
 from .job_queue import Job, JobView
@@ -126,7 +126,6 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, lis
             figures = gr.HTML(elem_id="high-res-facts")
             pair = result_pair("Comparison", "high-res-pair", visible=False)
     filled = [image, pair, status, figures, prompted.start, again.start, cancel]
-    shows_click(status, [prompted.start, again.start])
     prompted.start.click(tab.generate, [owner, *prompted.components, *forms.loras], filled, show_progress="hidden")
     again.start.click(tab.upscale, [owner, *again.components, *forms.loras], filled, show_progress="hidden")
     clears_error(status, HINT, [*prompted.components, *again.components, *forms.loras])

@@ -95,9 +95,6 @@ def _line(kind: str, message: str) -> str:
     return f'<div class="state {kind}" role="{role}">{escape(message)}</div>'
 
 
-SENT = _line("running", "Sent to the server …")
-
-
 def _bar(view: JobView) -> str:
     if not view.step:
         return _line("running", f"{view.note or 'working'} …")

@@ -11,7 +11,7 @@ from patchpar.models.files import EMBEDDED
 
 from . import html
 from .blocks import preview_of
-from .fields import Fields, Forms, captions, clears_error, image_fields, result, shows_click
+from .fields import Fields, Forms, captions, clears_error, image_fields, result
 from .forecast_panel import ForecastPanel
 from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
@@ -133,7 +133,6 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
     filled = [image, status, facts, start, cancel]
     clears_error(status, HINT, [*fields.components, *chosen, count, *forms.loras])
     inputs = [owner, *chosen, traced, count, *fields.components, *forms.loras]
-    shows_click(status, [start])
     clicked = gr.on([start.click, fields.prompt.submit], tab.generate, inputs, filled, show_progress="hidden")
     # An event of its own: with each message of the job the browser would update the history, too.
     clicked.then(tab.history.refresh, owner, history, show_progress="hidden")

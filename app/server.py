@@ -18,7 +18,7 @@ from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
 from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
 
-from . import accessibility, event_stream, keyboard
+from . import accessibility, click_feedback, event_stream, keyboard
 from .feeds import LiveFeed
 from .limits import MAX_BYTES
 from .origin import OwnRequests
@@ -123,7 +123,7 @@ def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> Fast
         enable_monitoring=False,
         theme=theme(),
         css_paths=[STYLE],
-        head=accessibility.HEAD + keyboard.HEAD + event_stream.HEAD,
+        head=accessibility.HEAD + click_feedback.HEAD + keyboard.HEAD + event_stream.HEAD,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from . import html
-from .fields import GUIDANCE, clears_error, seed_field, shows_click
+from .fields import GUIDANCE, clears_error, seed_field
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons
@@ -85,7 +85,6 @@ def build(state: AppState, owner: gr.State) -> tuple[VideoTab, list[Any]]:
             status = gr.HTML(html.notice(HINT), elem_id="video-status")
             facts = gr.HTML(elem_id="video-facts")
     filled = [video, status, facts, start, cancel]
-    shows_click(status, [start])
     start.click(tab.generate, [owner, plan, *fields], filled, show_progress="hidden")
     clears_error(status, HINT, [plan, *fields])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")

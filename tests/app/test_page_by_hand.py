@@ -88,6 +88,17 @@ def test_the_page_has_the_key(client: TestClient) -> None:
     assert "event.ctrlKey || event.metaKey" in client.get("/").text
 
 
+@pytest.mark.breadth
+def test_a_click_that_starts_a_run_is_seen_at_once(opened: Any) -> None:
+    """Before the server has said anything. The control: another button stays as it is."""
+    page = opened()
+    expect(page.locator("#ready")).to_be_hidden()
+    dims = "name => { const it = document.querySelector(name); it.click(); return it.classList.contains('sent'); }"
+    assert page.evaluate(dims, "#image-generate")
+    assert not page.evaluate(dims, "#compare-reverse")
+    expect(page.locator("#image-generate.sent")).to_have_count(0)
+
+
 def test_a_page_that_opens_fills_few_components() -> None:
     """With each message of a job the browser updates all that an event of the page has ever filled."""
     with closing(state_of()) as state:
