@@ -95,7 +95,7 @@ def test_a_click_that_starts_a_run_is_seen_at_once(opened: Any) -> None:
     expect(page.locator("#ready")).to_be_hidden()
     dims = "name => { const it = document.querySelector(name); it.click(); return it.classList.contains('sent'); }"
     assert page.evaluate(dims, "#image-generate")
-    assert not page.evaluate(dims, "#compare-reverse")
+    assert not page.evaluate(dims, "button[role=tab]")
     expect(page.locator("#image-generate.sent")).to_have_count(0)
 
 
