@@ -37,6 +37,7 @@ from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.pause_points import PausePoints
 from patchpar.launch.remote_errors import take_down
+from patchpar.launch.worker_torch import prepare_torch
 
 
 def main(fd: int) -> None:
@@ -267,10 +268,7 @@ class Worker:
                 raise LaunchError(f"cannot import {name!r} of preload: {error}") from error
         facts = {**versions(), "engine": self._config.engine}
         if self._config.world_size > 1 or "torch" in sys.modules:  # a single engine may not need torch
-            import torch
-
-            torch.set_num_threads(self._config.threads)
-            facts["torch"] = str(torch.__version__)
+            facts["torch"] = prepare_torch(self._config.threads)
         return facts
 
     def _form(self) -> int:

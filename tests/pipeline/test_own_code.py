@@ -15,6 +15,7 @@ from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
 
+FIRST_ID = 0
 CALL = {**QUICK, "output_type": "latent"}
 SCRIPT = """
 import torch
@@ -125,3 +126,33 @@ def test_what_begins_in_the_second_step_is_seen_there(parallel: ParallelPipeline
             parallel(**CALL, generator=generator())
     finally:
         parallel.unet.set_attn_processor(AttnProcessor2_0())
+
+
+def halved_input(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return args, {**kwargs, "hidden_states": 0.5 * kwargs["hidden_states"]}
+
+
+def halved_output(module: Any, args: Any, output: Any) -> Any:
+    return 0.5 * output[0], *output[1:]
+
+
+@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_hooks_of_a_program_stay_on_a_denoiser(hold: Hold, plan: str, kind: str) -> None:
+    """Also with the first ID that torch gives in a process, as the only hook of a program has."""
+    tiny = build("flux")
+    pipe, call = tiny.pipe, {**tiny.call_kwargs, "num_inference_steps": 2, "output_type": "latent"}
+    plain = pipe(**call, generator=generator())
+    network = pipe.transformer
+    if kind == "before":
+        network.register_forward_pre_hook(halved_input, with_kwargs=True)
+    else:
+        network.register_forward_hook(halved_output)
+    for hooks in (network._forward_pre_hooks, network._forward_pre_hooks_with_kwargs, network._forward_hooks):
+        for number in [*hooks]:
+            hooks[FIRST_ID] = hooks.pop(number)
+    want = pipe(**call, generator=generator())
+    assert relative_error(plain, want) > 0.1, "the control: the hook changes the image"
+    with hold(pipe) as parallel:
+        parallel.plan = plan
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
