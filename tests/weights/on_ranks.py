@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu.host_time import python_calls
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.comm.transport.arena import Arena
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
 from patchpar.shard.compiled import uncompiled
@@ -122,8 +122,8 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
     weights.comm.traffic.clear()
     copied: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        plain = SharedMemoryTransport._copied
-        patch.setattr(SharedMemoryTransport, "_copied", lambda self, message: copied.append(1) or plain(self, message))
+        plain = Arena.copied
+        patch.setattr(Arena, "copied", lambda self, tensors: copied.append(1) or plain(self, tensors))
         for _ in range(2):
             network(x)
         weights.settle()
