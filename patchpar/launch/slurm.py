@@ -3,16 +3,22 @@
 import os
 
 from patchpar.errors import PlanError
-from patchpar.launch.devices import count_named
+from patchpar.launch.devices import Devices, count_named, resolve_devices
 
 TASKS, TASK = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
 
 
-def check_task(devices: object) -> None:
-    """Raise PlanError in one of several tasks of a job step, unless `devices`, see `resolve_devices`, name one device.
+def resolve_devices_of_task(devices: object) -> Devices:
+    """Return the devices of a pipeline that starts workers, see `resolve_devices`.
 
-    Processes that are ranks of torchrun do not ask.
+    Raises PlanError, also in one of several tasks of a job step unless `devices` name one device. Processes that are
+    ranks of torchrun do not ask.
     """
+    _refuse_several_tasks(devices)
+    return resolve_devices(devices)
+
+
+def _refuse_several_tasks(devices: object) -> None:
     tasks = os.environ.get(TASKS, "")
     if not tasks.isdecimal() or int(tasks) < 2 or str(devices) == "cpu" or count_named(devices) == 1:
         return

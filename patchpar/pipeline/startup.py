@@ -7,13 +7,13 @@ from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.accelerators import is_accelerator
-from patchpar.launch.devices import Devices, of_torchrun, resolve_devices
+from patchpar.launch.devices import Devices, of_torchrun
 from patchpar.launch.executor import Executor, check_deadline
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.ray.executor import RayExecutor
 from patchpar.launch.shared_secret import check_trust, read_secret
-from patchpar.launch.slurm import check_task
+from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.models.files import path_of
@@ -199,9 +199,7 @@ def _devices_of(devices: object, plan: Plan | None) -> Devices:
     if world is not None:
         found = of_torchrun(devices, world)
     else:
-        wanted = plan.world_size if plan is not None and devices == "auto" else devices
-        check_task(wanted)
-        found = resolve_devices(wanted)
+        found = resolve_devices_of_task(plan.world_size if plan is not None and devices == "auto" else devices)
     if plan is not None:
         plan.check_devices(len(found.names))
     return found

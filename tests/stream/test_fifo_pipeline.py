@@ -79,7 +79,7 @@ def test_accelerators_load_bfloat16(kind: Any, face_folder: Path, monkeypatch: p
 
     monkeypatch.setattr(ModelLoading, "start", start)
     for module in (fifo_pipeline, causal_pipeline):
-        monkeypatch.setattr(module, "resolve_devices", lambda names: Devices(names=tuple(names), note=""))
+        monkeypatch.setattr(module, "resolve_devices_of_task", lambda names: Devices(names=tuple(names), note=""))
     for devices in (["cuda:0"], ["cpu"]):
         with pytest.raises(LaunchError):
             kind.from_pretrained(face_folder, devices=devices)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.launch.slurm import check_task
+from patchpar.launch.devices import Devices
+from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import path_of, shipped_name
 from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.sources import Audio, audio_source, check_voices
@@ -62,8 +62,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         config = known.config
         if merged and low_noise_below(Path(known.path)) is not None:
             raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
-        check_task(devices)
-        found = resolve_devices(devices)
+        found = resolve_devices_of_task(devices)
         plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
         _check(plan, config, found)
         loading = ModelLoading(

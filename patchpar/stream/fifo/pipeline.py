@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.devices import resolve_devices
-from patchpar.launch.slurm import check_task
+from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.plan.scalars import plain
 from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.delivery import Effect, StreamDelivery
@@ -81,8 +80,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         path, options = local_folder(folder, options)
         _check_kind(str(folder), path)
         config = config or FifoConfig()
-        check_task(devices)
-        found, zones = resolve_devices(devices), config.queue.zones
+        found, zones = resolve_devices_of_task(devices), config.queue.zones
         plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
         if plan.ranks > len(found.names) or plan.steps != zones or plan.inner > 1:
             raise PlanError(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.launch.devices import resolve_devices
-from patchpar.launch.slurm import check_task
+from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import resolve_model
 from patchpar.stream.base_session import BaseSession
 from patchpar.stream.images.driver import ImageDriver, ImageResult, ImageStreamOptions, Intake
@@ -108,8 +107,7 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
         `deadline`: seconds that a rank may make no progress. Raises PlanError, LaunchError.
         """
         path, options, _ = resolve_model(model, options)
-        check_task(devices)
-        names = resolve_devices(devices).names
+        names = resolve_devices_of_task(devices).names
         return cls(*start_ranks(names, ENGINE, deadline, (path, options, takes_image)))
 
     def stream(
