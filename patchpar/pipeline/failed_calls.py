@@ -1,13 +1,14 @@
-"""Networks keep nothing of a call that fails, wherever it ends: step caches are reset, attention processors put back.
+"""Networks keep nothing of a call that fails, wherever it ends: caches, attention processors and dtypes are as before.
 
-A pipeline that puts processors into its denoiser for a call, such as those of perturbed-attention guidance
-(arXiv:2403.17377), takes them away at the end of the call only. The next one would be computed with them.
+Pipelines put processors into the denoiser for a call, such as those of perturbed-attention guidance (arXiv:2403.17377),
+and cast a VAE that overflows in float16 to float32 while it decodes. Both are undone at the end of a call only.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from patchpar.models.info import denoisers_of
@@ -16,34 +17,40 @@ from patchpar.pipeline.step_callbacks import OLDER, ON_STEP_END
 PROCESSOR = "processor"
 
 
-class KeptProcessors:
-    """The attention processors of a pipeline's denoisers as they were when this was made."""
+class KeptNetworks:
+    """The processors of a pipeline's denoisers, and the dtypes of what decodes, as they were when this was made."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._kept = dict(_processors(pipe))
+        self._processors, self._dtypes = dict(_processors(pipe)), dict(_dtypes(pipe))
 
     @contextmanager
     def but_for_changes(self) -> Iterator[None]:
-        """Context in which the caller sets processors, which stay."""
-        before = dict(_processors(self._pipe))
+        """Context in which the caller changes them, which stays."""
+        processors, dtypes = dict(_processors(self._pipe)), dict(_dtypes(self._pipe))
         yield
         for layer, processor in _processors(self._pipe):
-            if processor is not before.get(layer):
-                self._kept.pop(layer, None)
+            if processor is not processors.get(layer):
+                self._processors.pop(layer, None)
+        for network, dtype in _dtypes(self._pipe):
+            if dtype != dtypes.get(network):
+                self._dtypes.pop(network, None)
 
     def put_back(self) -> None:
-        """Give each layer the one that it had."""
-        for layer, processor in self._kept.items():
+        """Make them as they were."""
+        for layer, processor in self._processors.items():
             if getattr(layer, PROCESSOR, None) is not processor:
                 layer._modules.pop(PROCESSOR, None)  # torch lets no other object replace a module
                 setattr(layer, PROCESSOR, processor)
+        for network, dtype in _dtypes(self._pipe):
+            if dtype != self._dtypes.get(network, dtype):
+                network.to(dtype=self._dtypes[network])
 
 
 @contextmanager
-def undone_after_failure(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[KeptProcessors]:
+def undone_after_failure(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[KeptNetworks]:
     """Context of a call with these arguments. A callback among them runs in this process: what it sets stays."""
-    kept = KeptProcessors(pipe)
+    kept = KeptNetworks(pipe)
     try:
         yield kept
     except BaseException:
@@ -60,3 +67,11 @@ def _processors(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
         for layer in denoiser.modules():
             if PROCESSOR in vars(layer) or PROCESSOR in layer._modules:
                 yield layer, getattr(layer, PROCESSOR)
+
+
+def _dtypes(pipe: Any) -> Iterator[tuple[nn.Module, torch.dtype]]:
+    for network in pipe.components.values():
+        if isinstance(network, nn.Module) and hasattr(network, "decode"):
+            first = next(network.parameters(), None)
+            if first is not None:
+                yield network, first.dtype

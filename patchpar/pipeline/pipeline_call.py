@@ -23,7 +23,7 @@ from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latent
 from patchpar.pipeline.decoded_preview import PreviewDecoder
 from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.empty_schedule import empty_schedules_refused
-from patchpar.pipeline.failed_calls import KeptProcessors, undone_after_failure
+from patchpar.pipeline.failed_calls import KeptNetworks, undone_after_failure
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -68,7 +68,7 @@ class PipelineCall:
         self.changing: Callable[[], object] = lambda: None
         self.calls: CallRecorder | None = None
         self._decoder: PreviewDecoder | None = None
-        self._processors: KeptProcessors | None = None
+        self._networks: KeptNetworks | None = None
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
@@ -93,7 +93,7 @@ class PipelineCall:
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or not self.context.is_first:
                 stack.enter_context(no_progress_bar(self.pipe))
-            self._processors = stack.enter_context(undone_after_failure(self.pipe, kwargs))
+            self._networks = stack.enter_context(undone_after_failure(self.pipe, kwargs))
             stack.enter_context(empty_schedules_refused(self.pipe, arguments))
             return self.pipe(**arguments)
 
@@ -116,7 +116,7 @@ class PipelineCall:
         of_networks = any(change.is_of_networks for change in answer.changes)
         if of_networks:
             self.changing()
-        kept = self._processors if of_networks else None
+        kept = self._networks if of_networks else None
         with nullcontext() if kept is None else kept.but_for_changes():
             for change in answer.changes:
                 carry_out(pipe, change)

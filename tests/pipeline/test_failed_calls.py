@@ -6,16 +6,19 @@ take them away at its end, which a call that fails or is cancelled does not reac
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+import torch
 
 from patchpar import ParallelPipeline
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, WorkerOutOfMemory
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
+from .odd import LacksMemory
 
 PERTURBED = {**QUICK, "output_type": "latent", "pag_scale": 3.0}
 WITHOUT = {**QUICK, "output_type": "latent", "pag_scale": 0.0}
@@ -67,3 +70,26 @@ def test_processors_that_a_callback_has_set_stay_after_a_failure(parallel: Paral
     kinds = {type(each).__name__ for each in parallel.unet.attn_processors.values()}
     parallel.unet.set_attn_processor(before)
     assert kinds == {"AttnProcessor"}
+
+
+def test_a_vae_that_was_cast_for_a_call_that_failed_is_cast_back(hold: Hold, tmp_path: Path) -> None:
+    """Pipelines cast a VAE that overflows in float16 to float32, and back when it has decoded."""
+    room = tmp_path / "room"
+
+    def halves() -> Any:
+        pipe = build("sdxl").pipe.to(torch.float16)
+        pipe.vae.register_to_config(force_upcast=True)
+        pipe.vae.decoder.conv_out = LacksMemory(pipe.vae.decoder.conv_out, room)
+        return pipe
+
+    call = {**QUICK, "output_type": "pt"}
+    room.write_text(str(10**9))
+    want = halves()(**call, generator=generator())
+    with hold(halves()) as pipe:
+        pipe.plan = "cfg=2"
+        room.write_text("0")
+        with pytest.raises(WorkerOutOfMemory, match="do not fit"):
+            pipe(**call, generator=generator())
+        room.write_text(str(10**9))
+        assert relative_error(pipe(**call, generator=generator()), want) <= 1e-2
+        assert pipe.vae.dtype == torch.float16
