@@ -19,6 +19,7 @@ from benchmarks.coverage.pipelines.zoo import ZOO
 from patchpar.errors import PlanError
 from patchpar.models.info import describe
 from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.description import described
 from patchpar.strategies.data import known_pipelines
 from patchpar.strategies.data.split import as_one_call
 from tests import tiny
@@ -55,6 +56,20 @@ def test_prompts_that_are_mixed_are_refused(name: str, options: dict[str, Any], 
     call = {"prompt": TWO, **options}
     with pytest.raises(PlanError, match=f"{name}.*{does}.*data=1"), as_one_call(pipe, call, 0, 2):
         pass
+
+
+def test_prompts_for_the_parts_of_one_video_are_no_batch() -> None:
+    """Each data rank would have made a video of its own."""
+    pipe, call = ZOO["LTXI2VLongMultiPromptPipeline"].make()
+    given = call | {"prompt": TWO}
+    assert len(pipe(**given, generator=torch.Generator().manual_seed(0)).frames) == 1
+    refused = pytest.raises(PlanError, match=r"several prompts for the parts of one video.*data=1")
+    with refused, as_one_call(pipe, given, 0, 2):
+        pass
+    model = described(pipe)
+    kept = choose(model, 2, given)
+    assert kept.plan.data == 1
+    assert "2 prompts stay in one batch: LTXI2VLongMultiPromptPipeline takes several prompts" in kept.reason
 
 
 def test_without_that_argument_prompts_are_divided() -> None:

@@ -17,6 +17,7 @@ MIXED = {
     "FluxPriorReduxPipeline": "adds up what all images and prompts give",
     "StableDiffusionPanoramaPipeline": "takes the text of one prompt for the branch without text of another",
     "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
+    "LTXI2VLongMultiPromptPipeline": "takes several prompts for the parts of one video",
     "StableDiffusionParadigmsPipeline": "goes on by as many steps at once as all prompts allow",
 }
 MIXED_BY = {  # arguments that make a pipeline mix prompts
