@@ -21,7 +21,7 @@ from patchpar.models.info import describe
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.description import described
 from patchpar.strategies.data import known_pipelines
-from patchpar.strategies.data.split import as_one_call
+from patchpar.strategies.data.split import as_one_call, merge_outputs
 from tests import tiny
 from tests.guidance.test_data import error
 
@@ -70,6 +70,27 @@ def test_prompts_for_the_parts_of_one_video_are_no_batch() -> None:
     kept = choose(model, 2, given)
     assert kept.plan.data == 1
     assert "2 prompts stay in one batch: LTXI2VLongMultiPromptPipeline takes several prompts" in kept.reason
+
+
+def test_positions_of_frames_that_all_prompts_have_in_common_are_returned_once() -> None:
+    """They go into the next pipeline, which would take twice as many for those of twice as many frames."""
+    pipe, call = ZOO["LTX2DFRPipeline"].make()
+    outputs = []
+    for rank in range(2):
+        given = call | {"prompt": TWO, "generator": torch.Generator().manual_seed(1)}
+        with as_one_call(pipe, given, rank, 2) as own:
+            outputs.append(pipe(**own))
+    together = pipe(**call | {"prompt": TWO, "generator": torch.Generator().manual_seed(1)})
+    merged = merge_outputs(outputs)
+    assert together.keyframe_positions
+    assert merged.keyframe_positions == together.keyframe_positions
+    assert error(merged.keyframes, together.keyframes) <= 1e-5
+
+
+def test_what_each_result_has_of_its_own_is_returned_for_each() -> None:
+    assert merge_outputs([[True], [True]]) == [True, True]
+    assert merge_outputs([["a"], ["a"]]) == ["a", "a"]
+    assert merge_outputs([[1], [2]]) == [1, 2]
 
 
 def test_without_that_argument_prompts_are_divided() -> None:

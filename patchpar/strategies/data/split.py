@@ -109,7 +109,10 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Return one output from those of all data ranks, in order: the pipeline's own class, or a tuple."""
+    """Return one output from those of all data ranks, in order: the pipeline's own class, or a tuple.
+
+    Whole numbers that all ranks return, such as positions of frames, are for all prompts.
+    """
     first = outputs[0]
     if is_dataclass(first):
         parts = {field.name: [getattr(output, field.name) for output in outputs] for field in fields(first)}
@@ -118,7 +121,7 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(merge_outputs(parts) for parts in zip(*outputs, strict=True))
     if isinstance(first, list):
-        return [item for output in outputs for item in output]
+        return first if _are_for_all(outputs) else [item for output in outputs for item in output]
     if hasattr(first, "new_empty"):
         import torch
 
@@ -128,6 +131,12 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
 
         return np.concatenate(outputs)
     return first
+
+
+def _are_for_all(lists: Sequence[list[Any]]) -> bool:
+    """Whether these are the same whole numbers; a bool, as of a safety checker, is of one result."""
+    numbers = all(type(item) is int for each in lists for item in each)
+    return numbers and all(each == lists[0] for each in lists)
 
 
 @contextmanager
