@@ -16,9 +16,8 @@ from torch import Tensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_others, attend_own
 from patchpar.shard.attention.packed_tokens import pack_tokens, unpack_tokens
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
 
