@@ -13,13 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from patchpar.plan.bands import Bands
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.local_patch import LocalPatch, PatchHook
 
 TRANSFORMS = frozenset(
     getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
@@ -31,12 +30,8 @@ HALF = (torch.float16, torch.bfloat16)
 MAP_DIMS = 4  # batch, channels, rows, columns; a video has frames too
 
 
-class FourierHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class FourierHook(PatchHook):
     """A module whose forward has Fourier transforms: it runs unchanged, its transforms take the whole map."""
-
-    def __init__(self, patch: LocalPatch, where: str) -> None:
-        super().__init__()
-        self.patch, self.where = patch, where
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's forward."""
@@ -85,12 +80,8 @@ def _dims(func: Callable[..., Any], x: Tensor, rest: Sequence[Any], kwargs: dict
     return {dim % x.ndim for dim in ([given] if isinstance(given, int) else given)}
 
 
-class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class PoolingHook(PatchHook):
     """A module without children whose output has one size for maps of all sizes."""
-
-    def __init__(self, patch: LocalPatch, where: str) -> None:
-        super().__init__()
-        self.patch, self.where = patch, where
 
     def new_forward(self, module: nn.Module, x: Tensor) -> Any:
         """Replace the module's forward: gather `x` [B, C, ..., h, W] to the whole map; a vector is not gathered."""
