@@ -35,6 +35,11 @@ def with_own_lists(tree: Any) -> Any:
     return tree
 
 
+def on_own_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward each of whose calls gets lists and dicts of its own, so that it can be called again."""
+    return lambda *args, **kwargs: forward(*with_own_lists(args), **with_own_lists(kwargs))
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of `tree` in the order of `map_leaves`."""
     if isinstance(tree, dict):

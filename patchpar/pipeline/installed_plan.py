@@ -12,7 +12,7 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
-from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.denoiser_hook import DenoiserHook, conditioner_hook
 from patchpar.pipeline.divided_networks import needs_no_values
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
@@ -165,7 +165,7 @@ class InstalledPlan:
         self.guidance = GuidanceSplit(*mesh, clock, partial(layers_by_branch, self.pipe))
         for module in self._conditioners():
             carriers = None if verifications is None else carriers_of(module, mesh, verifications)
-            self._register(module, ConditionerHook(self.guidance, carriers))
+            self._register(module, conditioner_hook(self.guidance, carriers))
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
