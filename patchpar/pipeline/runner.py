@@ -35,7 +35,7 @@ from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import PipelineCall
-from patchpar.pipeline.rank_random import GeneratorStates, own_part, random_state, shared_noise, taken_random_state
+from patchpar.pipeline.rank_random import own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torch_switches import under_autocast
@@ -45,6 +45,7 @@ from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
