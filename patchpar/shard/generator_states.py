@@ -13,7 +13,7 @@ from patchpar.shard.generators import generators_of
 
 
 class GeneratorStates:
-    """The states, when this is made, of generators among `arguments` and of the default ones of `device` and the CPU."""
+    """The states, when this is made, of generators among `arguments`, and of the default ones of `device` and CPU."""
 
     def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
         self.device, self._generators = device, generators_of(arguments)
