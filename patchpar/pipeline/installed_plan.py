@@ -25,7 +25,7 @@ from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
-from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.denoiser import SharedDenoiser, WholeDenoiser
 from patchpar.shard.graphs.recorder import StepRecorder
 from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.guidance_branches import layers_by_branch
@@ -38,7 +38,6 @@ from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.restored import restore_all
-from patchpar.shard.whole_denoiser import WholeDenoiser
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
 from patchpar.strategies.piped import PipedStages

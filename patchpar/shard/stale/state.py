@@ -38,8 +38,7 @@ class StaleState:
         self._known_ratio: float | None = 0.0  # None where only the device knows it
 
     def anew(self) -> "StaleState":
-        """Wait for pending exchanges and return an empty state."""
-        self.cache.settle()
+        """Return an empty state of the same denoiser, which waits for nothing that is pending."""
         found = StaleState(self.comm, self.policy, self.clock)
         found.cache.joins = self.cache.joins
         return found
