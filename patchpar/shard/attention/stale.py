@@ -28,9 +28,8 @@ from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, 
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
-from patchpar.shard.stale.memory_check import check_room
 from patchpar.shard.stale.send_window import LateExchange
-from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.stale_layout import StaleLayout, check_room
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
