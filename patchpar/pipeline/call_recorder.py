@@ -27,11 +27,10 @@ from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallSeconds, RecordedPrediction, RecordingStopped
 from patchpar.pipeline.output_form import form_of, tree_of
-from patchpar.pipeline.tensor_bytes import bytes_of, in_order_of_memory, own_copy, tensor_of
+from patchpar.pipeline.tensor_bytes import bytes_of, checksum, in_order_of_memory, own_copy, tensor_of
 from patchpar.plan.plan import Plan
 from patchpar.shard.argument_changes import ArgumentChanges
 from patchpar.shard.batch import sample_of
-from patchpar.shard.checksum import checksum
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import ForwardHook, HookSet
 from patchpar.shard.host_memory import HostCopy
