@@ -21,7 +21,7 @@ from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
 from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 SMALL = 0.25
 """A list of blocks with less than this part of the largest list's bytes, before it, runs on every stage."""
@@ -107,13 +107,10 @@ class CutSearch:
                 return map_leaves(partial(_copy_on, device), outputs[number])
             return placeholders.output(self.calls[number].form)
 
-        try:
+        with attempted():
             found = tensors_in(self._plain(on_call))
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
-            return False
-        return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+            return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+        return False
 
     def _output_of(self, number: int) -> Any:
         """Return the output of a block call in the whole run."""

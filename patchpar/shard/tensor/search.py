@@ -22,7 +22,7 @@ from patchpar.shard.tensor.feature_plan import BlockCut, Count, FeatureCut, Runs
 from patchpar.shard.tensor.probe import ATTENTION, LINEAR, NORM, FeatureProbe, Target
 from patchpar.shard.tensor.proof import BlockProof
 from patchpar.shard.transformer.probe.capture import CapturedBlock
-from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.unsupported_model import attempted, reason_of
 
 MOST_PIECES = 12
 _NAMES = ((), ("head",), ("head", "inner", "hidden", "embed", "dim"))
@@ -102,18 +102,13 @@ class FeatureSearch:
 
     def proved(self, block: CapturedBlock, columns: Mapping[str, Source]) -> BlockCut:
         """Return the cut by these columns, with the counts with which it is right. Raises UnsupportedModel."""
-        cut, proof, reason = self.cut(block, columns), BlockProof(block, self.size), ""
+        cut, proof, failures = self.cut(block, columns), BlockProof(block, self.size), list[Exception]()
         for counts in count_choices(block.module, cut.columns, self.probe.head_counts()):
             chosen = replace(cut, counts=counts)
-            try:
+            with attempted(failures):
                 proof.check(chosen)
-            except Exception as error:
-                if not is_of_the_split(error):
-                    raise
-                reason = str(error) if isinstance(error, UnsupportedModel) else in_one_line(error)
-            else:
                 return chosen
-        raise UnsupportedModel(f"divided, it does not compute the same ({reason})")
+        raise UnsupportedModel(f"divided, it does not compute the same ({reason_of(failures[-1])})")
 
     def cut(self, block: CapturedBlock, columns: Mapping[str, Source]) -> BlockCut:
         """Return the cut by these columns."""
