@@ -10,10 +10,11 @@ from torch import nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.argument_changes import held_by
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.precision import full_precision
-from patchpar.shard.step_caches import caches_set_aside, held_by
+from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks

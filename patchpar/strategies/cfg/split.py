@@ -30,9 +30,10 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.call_parameters import parameters_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.argument_changes import are_as_before, gives_back, held_by, with_given, without_given
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.shard.guidance_branches import at_own_index
-from patchpar.shard.step_caches import are_as_before, gives_back, held_by, refuse_counting, with_given, without_given
+from patchpar.shard.step_caches import refuse_counting
 from patchpar.shard.verification import call_signature
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
