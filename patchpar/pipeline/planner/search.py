@@ -285,11 +285,7 @@ def _preference(found: Forecast) -> tuple[Any, ...]:
     return (
         plan.world_size,
         plan.strategy.policy.remembers,
-        _bytes(found),
+        max(sum(sent.values()) for sent in found.bytes_sent),
         plan.weights != "whole",
         found.step.seconds,
     )
-
-
-def _bytes(found: Forecast) -> int:
-    return max(sum(sent.values()) for sent in found.bytes_sent)

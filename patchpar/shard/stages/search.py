@@ -9,7 +9,6 @@ Blocks before the first large list of blocks, such as refiners of text, run on e
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +103,9 @@ class CutSearch:
             if not self.first <= number < cut:
                 return run()
             if number in outputs:
-                return map_leaves(partial(_copy_on, device), outputs[number])
+                return map_leaves(  # copies, since the network may write into them
+                    lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, outputs[number]
+                )
             return placeholders.output(self.calls[number].form)
 
         with attempted():
@@ -140,8 +141,3 @@ def first_of_large(network: nn.Module, calls: Sequence[RecordedCall]) -> int:
 def list_of(path: str) -> str:
     """Return the path of the list that a block is in."""
     return path.rpartition(".")[0]
-
-
-def _copy_on(device: torch.device, leaf: Any) -> Any:
-    """Return a copy of a tensor of any shape on `device`: a network may write into it."""
-    return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf

@@ -97,7 +97,8 @@ class TensorDenoiser:
         """Cut the denoiser; at the first use compare it with the whole one."""
         if self.verifications is not None:
             size = self.mesh[1].size
-            facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json(), **_dtype_of(self.denoiser)}
+            facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json()}
+            facts["dtype"] = str(getattr(self.denoiser, "dtype", None))
             what = f"{plan.denoiser} with its features divided between {size} ranks"
             compare = partial(self._compared, plan, forward, call)
             self.error = verify_once(
@@ -125,7 +126,3 @@ class TensorDenoiser:
 def _shapes_held(output: Any, call: Call) -> list[torch.Size]:
     """Return the shapes of the tensors that objects in an output, and in the arguments of its call, hold."""
     return [x.shape for x, _ in held_by((output, call))]
-
-
-def _dtype_of(denoiser: Any) -> dict[str, str]:
-    return {"dtype": str(getattr(denoiser, "dtype", None))}
