@@ -23,6 +23,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its tensors, of any shape."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def with_own_lists(tree: Any) -> Any:
     """Return a copy of `tree` with its own lists, tuples and dicts: some models empty those of their arguments.
 
@@ -76,4 +81,4 @@ def floats_in(tree: Any) -> list[Tensor]:
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Return `tree` with its tensors replaced by `tensors`, of any shape, in the order of `tensors_in`."""
     replacements = iter(tensors)
-    return map_leaves(lambda leaf: next(replacements) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_tensors(lambda _: next(replacements), tree)

@@ -9,7 +9,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from torch import Tensor, device, nn
 
-from patchpar.comm.pytree import leaves, map_leaves
+from patchpar.comm.pytree import leaves, map_tensors
 from patchpar.errors import UnsupportedModel
 
 EMBEDDINGS = ("embeds", "attention_mask")
@@ -45,7 +45,7 @@ def _on(own: device, value: Any) -> Any:
     """Return a value with its tensors on a device: itself, if they are all there, or it has none."""
     if all(leaf.device == own for leaf in leaves(value) if isinstance(leaf, Tensor)):
         return value
-    return map_leaves(lambda leaf: leaf.to(own) if isinstance(leaf, Tensor) else leaf, value)
+    return map_tensors(lambda x: x.to(own), value)
 
 
 def refuse_networks(what: str, value: Any) -> None:

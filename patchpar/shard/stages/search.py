@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.comm.pytree import map_tensors, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
@@ -103,9 +103,7 @@ class CutSearch:
             if not self.first <= number < cut:
                 return run()
             if number in outputs:
-                return map_leaves(  # copies, since the network may write into them
-                    lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, outputs[number]
-                )
+                return map_tensors(lambda x: x.to(device, copy=True), outputs[number])  # the network may write to it
             return placeholders.output(self.calls[number].form)
 
         with attempted():
