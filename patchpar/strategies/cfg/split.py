@@ -239,10 +239,9 @@ class GuidanceSplit:
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
                 f"cannot split evenly: use cfg={branches}, or {WITHOUT}"
             )
-        own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
+        own_args, own_kwargs = own_call = batch.part((args, kwargs), axis.rank, axis.size)
         with at_own_index(self.by_branch, axis.rank, axis.size):
             output = forward(*own_args, **own_kwargs)
-        own_call = (own_args, own_kwargs)
         if batch.by_item or not gives_back(output, own_call):
             return batch.join(self._post.exchange(output, self._now))
         joined = batch.join(self._post.exchange(without_given(output, own_call), self._now))
