@@ -55,8 +55,12 @@ class WorkerPool:
         change_in_children(self)
 
     def start(self, ranks: Collection[int]) -> None:
-        """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError."""
-        self.drop([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
+        """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError.
+
+        Workers that have answered their first message would not do so again: none stays that a lost one takes along.
+        """
+        lost = self._taken_along([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
+        self.drop([rank for rank in ranks if rank in lost])
         missing = sorted(rank for rank in ranks if rank not in self._workers)
         if not missing:
             return
@@ -113,9 +117,13 @@ class WorkerPool:
     def lacking(self, ranks: Sequence[int]) -> frozenset[int]:
         """Return which ranks have to be started before a call on `ranks`: also those that a lost one takes along."""
         lost = [rank for rank in ranks if rank not in self._ready or rank in self._outdated or self._has_died(rank)]
+        return self._taken_along(lost)
+
+    def _taken_along(self, lost: Collection[int]) -> frozenset[int]:
+        """Return these ranks and those that cannot be used any more without them."""
         if lost and not self._is_single:
             return self._all
-        return frozenset(self.with_bound(lost))
+        return frozenset(self.with_bound(tuple(lost)))
 
     def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of `ranks` that need not be started before a call on them."""
@@ -225,7 +233,7 @@ class WorkerPool:
         gone = list(filter(None, map(self._workers.get, ranks)))  # another thread may end one meanwhile
         if not gone:
             return
-        self._outdated.update(self.with_bound(list(ranks)) if self._is_single else self._all)
+        self._outdated.update(self._taken_along(ranks))
         self._outdated.difference_update(ranks)
         self._ready.difference_update(ranks)
         self._linked.difference_update(pair for pair in list(self._linked) if not pair.isdisjoint(ranks))
