@@ -55,10 +55,8 @@ class WorkerPool:
         change_in_children(self)
 
     def start(self, ranks: Collection[int]) -> None:
-        """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError.
-
-        Workers that have answered their first message would not do so again: none stays that a lost one takes along.
-        """
+        """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError."""
+        # Those that a lost one takes along would not answer their first message a second time.
         lost = self._taken_along([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
         self.drop([rank for rank in ranks if rank in lost])
         missing = sorted(rank for rank in ranks if rank not in self._workers)
@@ -157,6 +155,7 @@ class WorkerPool:
         except LaunchError:
             raise
         except Exception as error:
+            self._check_open()  # else another thread has ended them
             raise LaunchError(f"the workers could not be started: {error}") from error
 
     def call(self, ranks: Sequence[int], message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
@@ -251,15 +250,19 @@ class WorkerPool:
         self._is_closed = True
         if os.getpid() != self._owner:
             return  # in a forked child, whose workers they are not
-        idle = [worker for rank, worker in list(self._workers.items()) if rank in self._ready - self._busy]
+        try:
+            self._stop([worker for rank, worker in list(self._workers.items()) if rank in self._ready - self._busy])
+        finally:  # also when an interrupt comes: whoever catches it has no more use for the workers
+            self.drop(sorted(self._workers))
+            self._close_stores()
+
+    def _stop(self, idle: Sequence[RankProcess]) -> None:
         for worker in idle:
             worker.ask_to_stop()
         if not self._busy and not _wait(idle, STOP_SECONDS):
             for worker in idle:
                 worker.terminate()
             _wait(idle, TERM_SECONDS)
-        self.drop(sorted(self._workers))
-        self._close_stores()
 
 
 def _pairs(ranks: Sequence[int]) -> list[frozenset[int]]:

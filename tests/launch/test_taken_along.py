@@ -11,7 +11,7 @@ from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, all_gone
 
 WORLD = 3
-START_SECONDS = 5.0  # the default is ten minutes, for which a call would hang
+START_SECONDS = 20.0  # the default is ten minutes, for which a call would hang
 
 
 def kill(ranks: LocalExecutor) -> None:
