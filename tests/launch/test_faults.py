@@ -274,6 +274,22 @@ def test_workers_are_started_once_the_cause_is_gone(monkeypatch):
             executor.call("rank")
         executor._failed_at -= PAUSE_SECONDS
         assert executor.call("rank") == [0]
+        executor._pool.drop([0])
+        monkeypatch.setattr(executor._pool, "start", fails)
+        for _ in range(MAX_FAILED_STARTS):  # in a row: those before the workers were there do not count
+            with pytest.raises(LaunchError, match=r"^there is no room"):
+                executor.call("rank")
+
+
+def test_starts_that_were_interrupted_have_not_failed(monkeypatch):
+    def interrupted(ranks):
+        raise KeyboardInterrupt
+
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        monkeypatch.setattr(executor._pool, "start", interrupted)
+        for _ in range(MAX_FAILED_STARTS + 1):
+            with pytest.raises(KeyboardInterrupt):
+                executor.call("rank")
 
 
 def test_a_worker_that_dies_while_it_starts():
