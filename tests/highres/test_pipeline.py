@@ -66,13 +66,13 @@ def test_prompts_of_the_same_seed_are_none_in_calls_of_their_own(options: dict[s
     """Pipelines with `true_cfg_scale` call the denoiser for each branch. Flow matching begins with noise alone."""
     start, prompts = pack(noise(1, 4, 16, 16)), ["a red house", "two trees at night"]
 
-    def drawn(prompt: list[str]) -> Tensor:
+    def generated(prompt: list[str]) -> Tensor:
         given = {"prompt": prompt, "negative_prompt": ["fog"] * len(prompt), "latents": start.repeat(len(prompt), 1, 1)}
         arguments = Case().arguments | {"true_cfg_scale": 3.0} | given
         return alone(Case(pipeline="flux", options=options, steps=4, arguments=arguments))
 
-    each = [drawn([prompt]) for prompt in prompts]
-    assert relative(drawn(prompts), torch.cat(each)) < LIMIT
+    each = [generated([prompt]) for prompt in prompts]
+    assert relative(generated(prompts), torch.cat(each)) < LIMIT
     assert relative(*each) > 1e-3
 
 

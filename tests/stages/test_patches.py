@@ -129,12 +129,12 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 
 
 def test_a_network_that_is_changed_between_images(four: Any) -> None:
-    """Its cuts are found anew, with all weights, also where it was said before that it will be."""
+    """Its cuts are found anew, with all weights, also where that is announced."""
 
     def on_rank(network: Any, call: Any, denoiser: Any) -> bool:
         found = []
-        for eps, is_said in ((1e-6, False), (1e-2, False), (1e-1, True)):
-            if is_said:
+        for eps, is_announced in ((1e-6, False), (1e-2, False), (1e-1, True)):
+            if is_announced:
                 denoiser.forget()
             network.norm_out.norm.eps = eps
             denoiser.reset()
@@ -151,7 +151,7 @@ def test_a_network_that_is_changed_between_images(four: Any) -> None:
 
 @pytest.mark.parametrize("exchange", ["on", "off"])
 def test_patches_are_compared_where_whole_images_have_been_in_stages(four: Any, exchange: str) -> None:
-    """As in a comparison of guidance branches: weights come back, and the verdict on whole images is not theirs."""
+    """As in a comparison of guidance branches: weights come back, and patches have a verification of their own."""
 
     def on_rank(network: Any, call: Any, denoiser: Any) -> float:
         for _ in range(2):
@@ -167,7 +167,7 @@ def test_patches_are_compared_where_whole_images_have_been_in_stages(four: Any, 
             assert "in 2 stages of 2 patches" in str(found)
 
 
-def test_a_verdict_that_one_patch_alone_has_kept(four: Any, tmp_path: Path) -> None:
+def test_a_verification_that_one_patch_alone_has_kept(four: Any, tmp_path: Path) -> None:
     """All compare again: those of the other patch cannot do so alone."""
 
     def on_rank(network: Any, call: Any, denoiser: Any) -> Tensor:
