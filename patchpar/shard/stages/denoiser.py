@@ -212,7 +212,7 @@ class StagedDenoiser:
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
-        if not is_alike(self.mesh, "stages", text):  # all ranks see it
+        if not is_alike(self.together, "stages", text):  # all ranks see it
             raise UnsupportedModel(
                 f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
                 "the same model, and devices of the same kind"
