@@ -56,13 +56,18 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(fake: Any, run: Any, tmp
         (("generate", "a fox", "a pine", "-o", LONG), TOO_LONG),
         (("generate", "a fox", "a pine", "-o", "."), "it is a folder; name a file, such as image.png"),
         (("compare", "a fox", "-o", "/"), "it is a folder; name a file, such as /image.png"),
+        (("generate", "a fox", "-o", "."), "it is a folder; name a file, such as image.png"),
+        (("compare", "a fox", "-o", "NAME"), "cannot write NAME: the suffix '' names no image format"),
+        (("generate", "a fox", "a pine", "-o", "x.v2"), "cannot write x.v2: the suffix '.v2' names no image format"),
+        (("generate", "a fox", "-o", "a-file/x.png"), "cannot write a-file/x.png: a-file is a file, and no folder"),
     ],
-    ids=["one byte too many", "with its number", "here", "root"],
+    ids=["one byte too many", "with its number", "here", "root", "this", "stem", "numbered", "in a file"],
 )
 def test_a_name_that_no_file_can_have(
     fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
     result = run(*words)
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
     assert fake.opened == []
