@@ -108,6 +108,16 @@ def test_a_full_disk_is_seen_before_the_run(
     assert run("generate", "a fox", "-o", tmp_path / "x.png").exit_code == 0, "the control"
 
 
+def test_a_full_disk_is_seen_before_a_benchmark(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchpar.cli.output_files.TRIED_BYTES", 2 * MOST)
+    with small_disk():
+        result = run("bench", "a fox", "-o", tmp_path / "bench")
+    assert (result.exit_code, "File too large; choose another path with --output" in result.stderr) == (2, True)
+    assert fake.opened == []
+
+
 @pytest.mark.parametrize("suffix", [".png", ".bmp"])
 def test_a_disk_that_gets_full_meanwhile(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
