@@ -67,7 +67,7 @@ def refuse_value(path: str, value: Any) -> None:
     """Raise UnsupportedModel for what stands for a network of workers, or is compiled here to call one."""
     if isinstance(value, ComponentProxy):
         raise UnsupportedModel(f"pipe.{path} cannot be {value!r}: set a network that is in this process")
-    if hasattr(value, "_torchdynamo_orig_callable"):
+    if hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "named_modules"):  # a compiled function
         network = path.partition(".")[0]
         raise UnsupportedModel(
             f"pipe.{path} cannot be what torch.compile has returned, which cannot be sent to workers: compile there, "
