@@ -127,7 +127,7 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights
     reasons += _reasons(model, work, plan, devices)
     if plan.world_size < devices:
         idle = f"{devices - plan.world_size} of {devices} devices idle"
-        reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
+        reasons.append(f"{idle}: {_why_no_more(model, work, plan)}")
     return PlanChoice(plan, "; ".join(reasons))
 
 
@@ -203,7 +203,7 @@ def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
     return model.one_batch_reason
 
 
-def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> str:
+def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
     if plan.patch < work.most_bands:
         return "no distribution over more devices is faster"
     if model.splits_into_bands:

@@ -19,9 +19,9 @@ from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
+from patchpar.pipeline.caller_values import with_embeddings_on
 from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latents_to_show
 from patchpar.pipeline.decoded_preview import PreviewDecoder
-from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.empty_schedule import empty_schedules_refused
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (

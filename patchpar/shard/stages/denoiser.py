@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.argument_changes import held_by, written
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import Placeholders
@@ -28,7 +29,6 @@ from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch, Plain
 from patchpar.shard.stages.stage_pass import OtherShapes, StagePass
 from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
-from patchpar.shard.step_caches import held_by, written
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
