@@ -53,8 +53,8 @@ def refuse_networks(what: str, value: Any) -> None:
     if any(_holds_network(leaf) for leaf in leaves(value)):
         raise UnsupportedModel(
             f"{what} is a {type(value).__name__} that exists in the workers only. Call methods of the pipeline and "
-            "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change before "
-            "ParallelPipeline(pipe)"
+            "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change, and other "
+            "pipelines of the same networks (from_pipe), before ParallelPipeline(pipe)"
         )
 
 

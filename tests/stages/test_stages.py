@@ -79,6 +79,25 @@ def test_another_form_of_call(ranks: Any) -> None:
         assert found == [True] * 5
 
 
+LENGTHS = [
+    ("Lumina2Transformer2DModel", 2),
+    ("Lumina2Transformer2DModel", 3),
+    ("HunyuanVideoFramepackTransformer3DModel", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "world"), first_of(LENGTHS, LENGTHS[0], LENGTHS[2]))
+def test_texts_of_other_lengths_in_arguments_of_the_same_shapes(
+    ranks: Any, tmp_path: Path, name: str, world: int
+) -> None:
+    """Blocks get as many tokens as a mask says: each number of them is a form of calls, with the cuts of the first."""
+    for found in ranks.run(f"{ON_RANKS}:other_lengths", world, name, str(tmp_path)):
+        assert found["equal"] == [True] * 16
+        assert not any(found["equal without exchange"])
+        assert found["held"] < 1
+        assert found["error"] == 0.0
+
+
 @pytest.mark.parametrize("name", ["several times", "tied", "nested", "read outside", "recurrent"])
 def test_networks_that_are_hard_to_divide(ranks: Any, tmp_path: Path, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:odd_networks", 2, name, str(tmp_path)):

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from patchpar.comm.pytree import tensors_in
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import ForwardHook, HookSet
 from patchpar.shard.stages.block_outputs import OutputStructure
-from patchpar.shard.stages.layout import RecordedCall
+from patchpar.shard.stages.layout import Given, RecordedCall
 from patchpar.shard.weights.packed import blocks_of
 
 HOOK = "patchpar_stage"
-Run = Callable[[], Any]
+Run = partial[Any]
 OnCall = Callable[[int, str, Run], Any]
 """What a block call returns, from its number, the path of the block, and a function that runs it."""
 
@@ -56,6 +58,11 @@ class BlockHooks:
         self._hooks.close()
 
 
+def given_to(run: Run) -> Given:
+    """Return what a block is given that `run` runs."""
+    return tuple(map(TensorSpec.of, tensors_in((run.args, run.keywords))))
+
+
 class Recorder:
     """Records the block calls of a pass in which all blocks run, with the work of each.
 
@@ -70,6 +77,7 @@ class Recorder:
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Run a block. Raises UnsupportedModel for an output that cannot be sent."""
+        given = given_to(run)
         with _multiplications(self._network.get_submodule(path)) as counts:
             output = run()
         form = OutputStructure.of(output)
@@ -78,7 +86,7 @@ class Recorder:
                 f"{path} of {type(self._network).__name__} returns a {type(output).__name__} with more than tensors "
                 "and numbers, which cannot be sent to another stage: use stage=1"
             )
-        self.calls.append(RecordedCall(path, form, sum(counts)))
+        self.calls.append(RecordedCall(path, given, form, sum(counts)))
         return output
 
 

@@ -18,7 +18,7 @@ from patchpar.comm.pytree import map_tensors, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
-from patchpar.shard.stages.block_outputs import Placeholders
+from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
 from patchpar.shard.unsupported_model import attempted
 
@@ -38,7 +38,9 @@ class CutSearch:
 
     def __init__(self, network: nn.Module, plain: Plain, calls: Sequence[RecordedCall], wanted: Any) -> None:
         self.network, self.calls, self.first = network, tuple(calls), first_of_large(network, calls)
-        self._plain, self._wanted = plain, tensors_in(wanted)
+        self._plain, self._wanted, output = plain, tensors_in(wanted), OutputStructure.of(wanted)
+        assert output is not None, "refused before"
+        self.output = output
         self._known: dict[int, tuple[int, ...] | None] = {}
         self._outputs: dict[int, Any] = {}  # on the host: all blocks' outputs may not fit a device
 
@@ -63,10 +65,16 @@ class CutSearch:
                     "or patch and weights=sharded"
                 )
             cuts = tuple(self.first + cut for cut in found)
-            carried = [self.carried(cut) for cut in cuts]
-            wrong |= {cut for cut, each in zip(found, carried, strict=True) if each is None}
-            if None not in carried:
-                return StageLayout(self.calls, self.first, cuts, tuple(each for each in carried if each is not None))
+            layout = self.layout_at(cuts)
+            if layout is not None:
+                return layout
+            wrong |= {cut for cut in found if self.carried(self.first + cut) is None}
+
+    def layout_at(self, cuts: tuple[int, ...]) -> StageLayout | None:
+        """Return the division at these cuts; None where one of them is not right."""
+        carried = [self.carried(cut) for cut in cuts]
+        needed = tuple(each for each in carried if each is not None)
+        return StageLayout(self.calls, self.first, cuts, needed, self.output) if len(needed) == len(cuts) else None
 
     def carried(self, cut: int) -> tuple[int, ...] | None:
         """Return the calls before a cut whose outputs are needed after it; None where these are not enough."""
