@@ -21,7 +21,7 @@ from itertools import groupby
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
 from patchpar.plan.replay.measured_device import MeasuredDevice
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
@@ -212,13 +212,13 @@ class Prices:
             if isinstance(entry, Operator):
                 run.append(entry)
                 continue
-            begins = isinstance(entry, Send) and entry.where != where  # the first message of an exchange
+            begins = isinstance(entry, (Send, Receive)) and entry.where != where  # the first message of an exchange
             if run or begins:
                 yield self._kernel(block, run, begins=begins)
                 run = []
             if isinstance(entry, Boundary):
                 block = entry.name
-            where = entry.where if isinstance(entry, (Send, Wait)) else ""
+            where = "" if isinstance(entry, (Kernel, Boundary)) else entry.where
             yield entry
         if run:
             yield self._kernel(block, run, begins=False)
