@@ -79,6 +79,7 @@ def _delivered(messages: Sequence[Sent], topology: Topology) -> dict[Key, float]
         key, route = (each.number, each.sender, each.receiver), topology.path(each.sender, each.receiver)
         start = end = each.at
         latency[key] = route.latency
+        longest = max((each.num_bytes / resource.rate for resource in route.resources), default=0.0)
         for name, seconds in ((resource.name, each.num_bytes / resource.rate) for resource in route.resources):
             bulk = on_its_way.setdefault(name, {})
             begins = max(start, free.get((name, each.bulk), 0.0))
@@ -91,6 +92,6 @@ def _delivered(messages: Sequence[Sent], topology: Topology) -> dict[Key, float]
                 for held_up, more in zip(list(bulk), both, strict=True):
                     bulk[held_up] += more
                     found[held_up] = max(found[held_up], bulk[held_up] + latency[held_up])
-            start, end = begins, max(end, ends)
+            start, end = max(start, begins + seconds - longest), max(end, ends)
         found[key] = end + route.latency
     return found

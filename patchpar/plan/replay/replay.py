@@ -3,7 +3,8 @@
 The rank whose clock is least runs its next entry. A kernel takes its seconds, and begins no earlier than the process
 has launched it. A message leaves when it is sent, or, in an operation of several ranks, when its receiver has come too.
 It takes every resource of its route from when it is free, for bytes / rate, and arrives a latency after the last has
-passed it. A wait sets the clock to the arrival; without one the rank sleeps until the message leaves.
+passed it. Through resources that are faster than the slowest of the route, other messages pass at the same time. A wait
+sets the clock to the arrival; without one the rank sleeps until the message leaves.
 
 Messages that are not bulk queue behind each other only. While bulk is there too, each of both has half of the rate.
 """
@@ -204,16 +205,16 @@ class _Replay:
 
     def _arrival(self, key: _Key, entry: Send, at: float) -> float:
         route = self._topology.path(key.sender, key.receiver)
-        end = at
+        end, slowest = at, max((entry.num_bytes / each.rate for each in route.resources), default=0.0)
         for resource in route.resources:
             queue, seconds = self._queues[resource.name], entry.num_bytes / resource.rate
             if entry.bulk:
-                at, over = queue.behind_all(key, at, seconds, route.latency)
+                start, over = queue.behind_all(key, at, seconds, route.latency)
             else:
-                at, over = queue.beside_bulk(at, seconds)
+                start, over = queue.beside_bulk(at, seconds)
                 for held_up, each in queue.bulk.items():
                     self._arrivals[held_up] = max(self._arrivals[held_up], each.end + each.latency)
-            end = max(end, over)
+            at, end = max(at, start + seconds - slowest), max(end, over)
         return end + route.latency
 
     def _is_over(self, rank: int, entry: Wait | Leave) -> bool:
