@@ -13,7 +13,8 @@ class Operator:
     """A call of one of torch's operators: what its kernel computes, and reads and writes if nothing is in a cache.
 
     `dims`: (m, n, k) of a matrix product, also of a convolution written as one; (queries, keys, width) of attention,
-    the queries of all heads together; empty for all others, which the memory limits.
+    the queries of all heads together; (rows, width) of an RMS norm that is one kernel; empty for all others, which the
+    memory limits.
     """
 
     name: str
