@@ -140,10 +140,10 @@ def test_memory_is_estimated_first(model: PipelineInfo) -> None:
 
 def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver has free, and what torch has reserved and not allocated; of a CPU the caller knows."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
-    assert free_bytes(torch.device("cuda", 1)) == 6 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * 2**30)
+    assert free_bytes(torch.device("cuda", 1)) == 6 * 2**30
     assert free_bytes(torch.device("cpu")) is None
 
 

@@ -59,8 +59,7 @@ class PlanSearchResult:
         total, device, plan = min(taken, key=lambda found: found[0] - found[1].memory)
         raise PlanError(
             f"no plan fits the memory of its devices: {plan} comes nearest, with {readable_bytes(total)} on a "
-            f"{device.name}, which has {readable_bytes(device.memory)}: use a smaller --dtype, a smaller image, or "
-            "devices with more"
+            f"{device.name}, which has {readable_bytes(device.memory)}: use a smaller --dtype or image, or others"
         )
 
     def as_dict(self) -> dict[str, Any]:
