@@ -153,7 +153,8 @@ class _OperatorsForBindings(TorchFunctionMode):
             return None
         norm = one_kernel(func, args, kwargs or {})
         if norm is not None and norm.input.device.type == DEVICE.type:
-            return _fused_rms_norm(_contiguous(norm.input), list(norm.normalized_shape), norm.weight)[0]
+            x, shape = _contiguous(norm.input), list(norm.normalized_shape)
+            return torch.ops.fake_cuda._fused_rms_norm(x, shape, norm.weight)[0]
         return _OPERATORS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -230,19 +231,14 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
     return efficient(query, key, value, call.attn_mask, False, dropout, call.is_causal, scale=call.scale)[0]
 
 
-@torch.library.custom_op(
-    "fake_cuda::_fused_rms_norm",
-    mutates_args=(),
-    schema="(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)",
-)
-def _fused_rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError("on fake tensors only")
-
-
-@_fused_rms_norm.register_fake
-def _without_values(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
     _, factors, found = RMSNormCall(x, normalized_shape, weight).empty_results()
     return found, factors
+
+
+_KERNELS = torch.library.Library("fake_cuda", "DEF")
+_KERNELS.define("_fused_rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
+_KERNELS.impl("_fused_rms_norm", _rms_norm, "Meta")
 
 
 def _shell(x: Tensor, subclass: type[Tensor]) -> Tensor:
