@@ -74,7 +74,7 @@ def in_stages(name: str, stages: int, patches: int, folder: Path, exchange: str)
     return found
 
 
-def divided(network: nn.Module, comm: Communicator, mesh: Mesh, cache: VerificationCache) -> Any:
+def divided(network: nn.Module, comm: Communicator, mesh: Mesh, cache: VerificationCache | None) -> Any:
     """A network in the stages and patches of a mesh."""
     patched = ExactPatch().install(network, comm, mesh["patch"], verifications=cache)
     if mesh["stage"].size == 1:

@@ -26,9 +26,8 @@ from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 from patchpar.comm.transport import Work
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.piped.denoiser import PipedDenoiser
-from patchpar.shard.piped.latent_bands import LatentBands, bands_of
+from patchpar.shard.piped.latent_bands import LatentBands, PredictionBands, bands_of
 from patchpar.shard.piped.piece_split import PieceSplit, TextRanges
-from patchpar.shard.piped.prediction_bands import PredictionBands
 from patchpar.shard.stages.block_hooks import Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.argument_changes import held_by, written
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
@@ -28,7 +29,6 @@ from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.stages.stage_pass import StagePass
 from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
-from patchpar.shard.step_caches import held_by, written
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
@@ -212,7 +212,7 @@ class StagedDenoiser:
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
-        if not is_alike(self.mesh, "stages", text):  # all ranks see it
+        if not is_alike(self.together, "stages", text):  # all ranks see it
             raise UnsupportedModel(
                 f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
                 "the same model, and devices of the same kind"

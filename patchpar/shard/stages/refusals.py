@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.argument_changes import are_as_before, gives_back, held_by, written
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.stages.block_outputs import OutputStructure
-from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by, written
+from patchpar.shard.step_caches import cache_of
 from patchpar.shard.verification import Call
 from patchpar.shard.weights.packed import blocks_of
 

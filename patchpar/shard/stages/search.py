@@ -9,19 +9,18 @@ Blocks before the first large list of blocks, such as refiners of text, run on e
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.comm.pytree import map_tensors, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
 from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 SMALL = 0.25
 """A list of blocks with less than this part of the largest list's bytes, before it, runs on every stage."""
@@ -104,16 +103,13 @@ class CutSearch:
             if not self.first <= number < cut:
                 return run()
             if number in outputs:
-                return map_leaves(partial(_copy_on, device), outputs[number])
+                return map_tensors(lambda x: x.to(device, copy=True), outputs[number])  # the network may write to it
             return placeholders.output(self.calls[number].form)
 
-        try:
+        with attempted():
             found = tensors_in(self._plain(on_call))
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
-            return False
-        return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+            return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+        return False
 
     def _output_of(self, number: int) -> Any:
         """Return the output of a block call in the whole run."""
@@ -143,8 +139,3 @@ def first_of_large(network: nn.Module, calls: Sequence[RecordedCall]) -> int:
 def list_of(path: str) -> str:
     """Return the path of the list that a block is in."""
     return path.rpartition(".")[0]
-
-
-def _copy_on(device: torch.device, leaf: Any) -> Any:
-    """Return a copy of a tensor of any shape on `device`: a network may write into it."""
-    return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
