@@ -5,7 +5,7 @@ from typing import Any
 
 from patchpar import Run
 from patchpar.pipeline.image_metrics import difference_map, max_abs_diff, psnr, ssim
-from patchpar.pipeline.report import readable_bytes
+from patchpar.plan.byte_sizes import readable_bytes
 
 from .image_runner import ImageJobRunner, JobImage, RunOptions
 from .job_queue import Job

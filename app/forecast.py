@@ -7,9 +7,9 @@ from typing import Any
 from patchpar import Plan, PlanError, Run, StructureGuidance
 from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.auto_plan import choose
-from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.bands import split_bands
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import AXIS_MEANINGS

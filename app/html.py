@@ -5,7 +5,7 @@ from html import escape
 from math import ceil
 
 from patchpar import Run
-from patchpar.pipeline.report import readable_bytes
+from patchpar.plan.byte_sizes import readable_bytes
 
 from .job_queue import JobView
 

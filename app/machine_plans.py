@@ -7,8 +7,8 @@ from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.search import PlanSearchResult, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
-from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 

@@ -12,8 +12,8 @@ from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.search import search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines, devices_argument
-from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call, check_plan_for
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 
 from .job_queue import Job

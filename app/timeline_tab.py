@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar import Run
-from patchpar.pipeline.report import readable_bytes
+from patchpar.plan.byte_sizes import readable_bytes
 
 from . import html, timeline
 from .handler_errors import reports_errors

@@ -55,7 +55,10 @@ ONLY = {
     "pipeline.image_metrics": {"errors"},
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
-    "cli": {"errors", "launch", "models", "strategies", "stream", "pipeline.image_metrics", "PUBLIC"},
+    "cli": {
+        *("errors", "plan.byte_sizes", "launch", "models", "strategies", "stream", "pipeline.image_metrics"),
+        "PUBLIC",
+    },
     "serving.job": {"errors"},
     "serving.job_queue": {"errors", "serving.job"},
     "serving.latent_preview": {"errors"},
@@ -66,10 +69,13 @@ ONLY = {
         *("errors", "cli", "launch", "models", "strategies", "pipeline.image_metrics", "shard.verification_cache"),
         "PUBLIC",
     },
-    "cli.gpu_facts": {"launch", "comm.kernels.triton_check"},
-    "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.replay"},
+    "cli.gpu_facts": {"plan.byte_sizes", "launch", "comm.kernels.triton_check"},
+    "cli.plan": {"cli", "strategies", "pipeline.planner", "plan.byte_sizes", "plan.replay"},
     "cli.tune": {"cli", "launch.devices", "pipeline.planner", "plan.replay"},
-    "cli.simulate": {"errors", "cli", "strategies", "pipeline.planner", "plan.replay", "PUBLIC"},
+    "cli.simulate": {
+        *("errors", "cli", "strategies", "pipeline.planner", "plan.byte_sizes", "plan.replay"),
+        "PUBLIC",
+    },
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.

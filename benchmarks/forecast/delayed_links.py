@@ -115,11 +115,11 @@ def links(seen: RecordedRanks, options: argparse.Namespace) -> Iterator[LinkMode
     """Yield links of each latency without a limit, and such that the strategy's bytes keep busy for some part."""
     sent = sum(message.num_bytes for message in seen.ranks[0].messages)
     for milliseconds in options.latency or LATENCIES_MS:
-        yield LinkModel(latency=1e-3 * milliseconds, overtake=options.overtake)
+        yield LinkModel(latency=1e-3 * milliseconds)
     for milliseconds in options.latency or LATENCIES_OF_LOADS:
         for load in options.load or LOADS:
             rate = sent / (load * seen.ranks[0].seconds)
-            yield LinkModel(latency=1e-3 * milliseconds, rate=rate, overtake=options.overtake)
+            yield LinkModel(latency=1e-3 * milliseconds, rate=rate)
 
 
 def rows_of(ranks: LocalExecutor, strategy: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -218,7 +218,6 @@ def main() -> None:
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}, at {LATENCIES_OF_LOADS} ms")
     parser.add_argument("--steps", type=int, default=2, help="timed steps on each link, at least")
     parser.add_argument("--rounds", type=int, default=3, help="of each link, of which the median counts")
-    parser.add_argument("--overtake", type=int, default=0, help="bytes that need not queue behind more; 0: one queue")
     parser.add_argument("--write", type=Path, help="also write the page to this file, and keep its other strategies")
     options = parser.parse_args()
     strategies = options.strategy or STRATEGIES

@@ -77,7 +77,7 @@ class Event(NamedTuple):
     exchange: int
 
 
-def tape_of(recorded: RecordedRanks, rank: int, computing: float, overtake: int) -> Tape:
+def tape_of(recorded: RecordedRanks, rank: int, computing: float) -> Tape:
     """Return the program of one of two ranks, which computes for so many seconds in a turn."""
     own, found, now, turn = recorded.ranks[rank], list[TapeEntry](), 0.0, 0
     for event in _events(recorded, rank, computing):
@@ -92,7 +92,7 @@ def tape_of(recorded: RecordedRanks, rank: int, computing: float, overtake: int)
             found.append(Wait(event.number, 1 - rank, 0))
         elif num_bytes := int(own.messages[event.exchange].num_bytes):
             found.append(Send(event.number, (_bare(rank),), "", 0))
-            found.append(Send(event.number, (1 - rank,), "", num_bytes, bulk=0 < overtake < num_bytes))
+            found.append(Send(event.number, (1 - rank,), "", num_bytes))
     return (*found, Kernel("compute", max(0.0, STEPS // recorded.steps * computing - now)))
 
 
@@ -127,7 +127,7 @@ def replayed_step(recorded: RecordedRanks, link: LinkModel, computing: Sequence[
 
     `bare`: seconds of a message on the bare link.
     """
-    tapes = [tape_of(recorded, rank, recorded.steps * computing[rank], link.overtake) for rank in range(RANKS)]
+    tapes = [tape_of(recorded, rank, recorded.steps * computing[rank]) for rank in range(RANKS)]
 
     def path(a: int, b: int) -> Route:
         if max(a, b) >= RANKS:

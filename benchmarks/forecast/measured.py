@@ -1,6 +1,6 @@
 """Forwards that were measured on the GPU of docs/figures/gpu.md, beside steps from the catalogue for that device.
 
-Nothing of the catalogue and of what is assumed was chosen by these rows: the only ones of which that can be said.
+Nothing of the catalogue and of what is assumed was chosen by these rows but the time of an RMS norm's rows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from benchmarks.forecast.recorded import RecordedModel
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.occupancy import ROWS_AT_A_TIME, SECONDS_OF_A_ROW
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "gpu.json"
@@ -60,8 +61,9 @@ def lines(models: Mapping[str, RecordedModel], figures: Path = FIGURES) -> Itera
     rows = measured(figures)
     yield (
         "Forwards of the denoiser at 1024 x 1024, [measured](gpu.md) with random weights in one process, beside the "
-        "predicted step, which also has what the scheduler computes. Nothing was chosen by these rows. `calibrated`: "
-        "kernels scaled by the longest forward as a graph; of that model itself it is left out."
+        "predicted step, which also has what the scheduler computes. Nothing was chosen by these rows but the time of "
+        "a row of an RMS norm. `calibrated`: kernels scaled by the longest forward as a graph; of that model itself it "
+        "is left out."
     )
     yield ""
     yield "| call | device | launched | measured ms | predicted ms | error | calibrated | error |"
@@ -87,7 +89,9 @@ def _of_norms(figures: Path) -> Iterator[str]:
                 f"The {row['calls']} RMS norms of FLUX's heads took {row['ms']} ms "
                 f"([layers](gpu.md#{LAYERS.lower().replace(' ', '-')})), several times what their bytes take at the "
                 f"rate of the memory: torch's kernel has [a block of 128 threads for each row]({ONE_BLOCK_A_ROW}), of "
-                "which a head of 128 values, read four at a time, occupies 32. Forecasts do not know that."
+                "which a head of 128 values, read four at a time, occupies 32. Chosen by this figure, forecasts take "
+                f"{1e6 * SECONDS_OF_A_ROW:.2f} µs for such a block, of which a processor has {ROWS_AT_A_TIME} at a "
+                "time, where that is longer than what the bytes take."
             )
 
 

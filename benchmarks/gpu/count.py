@@ -38,10 +38,10 @@ INTRODUCTION = """\
 Counted **without a GPU**: one rank runs the real network on fake tensors of a CUDA device, and torch.distributed \
 sends nothing. Every launch, message and wait is counted as the process makes it; none is timed. A launch is an \
 operator that is neither a view nor an empty allocation; a group norm is three (two without weights), a convolution \
-two, an operator of patchpar's own one. An operation is a message that is sent or received, or a collective. A \
-synchronisation is a place where the process waits for the device: reading a value, a blocking copy, a wait for a \
-message. `peak` and `held` are MiB of the device during the call, and after it for the next; weights and arguments \
-are not counted, messages on their way are.
+two, an operator of patchpar's own one, and so is a root mean square norm of torch, as in torch 2.9 and newer. An \
+operation is a message that is sent or received, or a collective. A synchronisation is a place where the process \
+waits for the device: reading a value, a blocking copy, a wait for a message. `peak` and `held` are MiB of the device \
+during the call, and after it for the next; weights and arguments are not counted, messages on their way are.
 
 Strategies with stale values run an exact step first; `stale` is a step like all later ones."""
 

@@ -1,7 +1,8 @@
 """A CUDA device that is not there: torch's fake tensors have shapes, dtypes and a device, and no values.
 
 A build of torch without CUDA computes nearly everything on fake tensors of a CUDA device. Its Python bindings of
-indexing, copies and attention ask the device first, so these are led to the operators behind them.
+indexing, copies and attention ask the device first, so these are led to the operators behind them. A root mean square
+norm, which CUDA computes in one kernel and such a build in eight, is an operator of this module.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from patchpar.models.dry_run.rms_norm import RMSNormCall, one_kernel
 from patchpar.shard.sdpa import AttentionCall
 
 DEVICE = torch.device("cuda", 0)
@@ -149,6 +151,10 @@ class _OperatorsForBindings(TorchFunctionMode):
         if func is Tensor.record_stream:
             self._events.streams_recorded += 1
             return None
+        norm = one_kernel(func, args, kwargs or {})
+        if norm is not None and norm.input.device.type == DEVICE.type:
+            x, shape = _contiguous(norm.input), list(norm.normalized_shape)
+            return torch.ops.fake_cuda._fused_rms_norm(x, shape, norm.weight)[0]
         return _OPERATORS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -223,6 +229,16 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
         return flash(query, key, value, dropout, call.is_causal, False, scale=call.scale)[0]
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, call.attn_mask, False, dropout, call.is_causal, scale=call.scale)[0]
+
+
+def _rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    _, factors, found = RMSNormCall(x, normalized_shape, weight).empty_results()
+    return found, factors
+
+
+_KERNELS = torch.library.Library("fake_cuda", "DEF")
+_KERNELS.define("_fused_rms_norm(Tensor x, int[] normalized_shape, Tensor? weight) -> (Tensor, Tensor)")
+_KERNELS.impl("_fused_rms_norm", _rms_norm, "Meta")
 
 
 def _shell(x: Tensor, subclass: type[Tensor]) -> Tensor:

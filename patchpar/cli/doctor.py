@@ -19,6 +19,7 @@ from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, links, w
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.models.task import ANY_PROMPT, RequestedTask, purpose_of
+from patchpar.plan.byte_sizes import readable_bytes
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 PARTS = ("weights", "activations")
@@ -205,9 +206,9 @@ def choice(request: DoctorFlags) -> dict[str, Any]:
 def _print(findings: dict[str, Any]) -> None:
     typer.echo("versions  " + ", ".join(f"{name} {number}" for name, number in findings["versions"].items()))
     machine = findings["host"]
-    typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {memory_size(machine['free_bytes'])} free")
+    typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_of_memory(machine['free_bytes'])} free")
     for card in findings["devices"]:
-        memory = f"{memory_size(card['free_bytes'])} of {memory_size(card['total_bytes'])} free"
+        memory = f"{_of_memory(card['free_bytes'])} of {_of_memory(card['total_bytes'])} free"
         peers = "" if not card["peers"] else f", reaches the memory of {', '.join(card['peers'])}"
         capability = f", compute capability {card['capability']}" if card["capability"] else ""
         typer.echo(f"device    {card['device']} {card['name']}, {memory}{capability}{peers}")
@@ -237,12 +238,11 @@ def _print(findings: dict[str, Any]) -> None:
 def _memory_text(found: dict[str, Any]) -> str:
     if found["why"]:
         return f"unknown: {found['why']}"
-    texts = [", ".join(f"{name} {memory_size(size)}" for name, size in found[part].items()) for part in PARTS]
+    texts = [", ".join(f"{name} {readable_bytes(size)}" for name, size in found[part].items()) for part in PARTS]
     total = sum(found["weights"].values()) + max(found["activations"].values())
-    context = f", and {memory_size(found['context'])} for the context of a process" if found["context"] else ""
-    return (
-        f"{memory_size(total)} on one device: weights ({texts[0]}) and activations ({texts[1]}) of one image{context}"
-    )
+    context = f", and {readable_bytes(found['context'])} for the context of a process" if found["context"] else ""
+    parts = f"weights ({texts[0]}) and activations ({texts[1]}) of one image{context}"
+    return f"{readable_bytes(total)} on one device: {parts}"
 
 
 def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -252,20 +252,17 @@ def _plan_lines(plans: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """
     width = max((len(each["plan"]) for each in plans), default=0)
     if plans:
-        yield f"{'plan':{width}}  {'rank 0':>9}  {'others':>9}  {'kept':>9}  {'host':>9}  fits"
+        yield f"{'plan':{width}}  {'rank 0':>10}  {'others':>10}  {'kept':>10}  {'host':>10}  fits"
     for each in plans:
         first, *others = each["ranks"]
         cells = (
-            memory_size(first),
-            memory_size(others[0]) if others else "",
-            *(memory_size(each[x]) if each[x] else "" for x in BESIDE),
+            readable_bytes(first),
+            readable_bytes(others[0]) if others else "",
+            *(readable_bytes(each[x]) if each[x] else "" for x in BESIDE),
         )
         fits = {True: "yes", False: "no", None: "unknown"}[each["fits"]]
-        yield f"{each['plan']:{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}  {fits}"
+        yield f"{each['plan']:{width}}  {'  '.join(f'{cell:>10}' for cell in cells)}  {fits}"
 
 
-def memory_size(size: int | None) -> str:
-    """Return bytes as text: in MiB below a tenth of a GiB, as parts of the embedded models are."""
-    if size is None:
-        return "unknown memory"
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.0f} MiB"
+def _of_memory(size: int | None) -> str:
+    return "unknown memory" if size is None else readable_bytes(size)

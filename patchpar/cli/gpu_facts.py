@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from patchpar.plan.byte_sizes import readable_bytes
+
 SMI = "nvidia-smi"
 SECONDS = 30.0
 SHARED_MEMORY = Path("/dev/shm")  # where NCCL exchanges between GPUs that do not reach each other's memory
@@ -125,7 +127,7 @@ def _without_shared_memory() -> Iterator[str]:
         return
     if size < LEAST_SHARED:
         yield (
-            f"{SHARED_MEMORY} has {size / 2**20:.0f} MiB, which is too little where NCCL exchanges there: start the "
+            f"{SHARED_MEMORY} has {readable_bytes(size)}, which is too little where NCCL exchanges there: start the "
             "container with --ipc=host or --shm-size=1g"
         )
 

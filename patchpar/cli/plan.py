@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.simulate import SimulatedCallFlags, gib, megabytes, readable_seconds
+from patchpar.cli.simulate import SimulatedCallFlags, megabytes, readable_seconds
+from patchpar.plan.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
     from patchpar.pipeline.planner.forecast import Forecast
@@ -55,7 +56,7 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
     best = found.best
     known = "measured rates" if isinstance(best.machine, MeasuredMachine) else "published rates, not measured"
     yield f"plan      {best.plan} on {best.machine}: predicted from {known}"
-    yield f"{'':10}{'step':>9} {'compute':>9} {'launches':>9} {'waits':>9} {'GiB':>6}  plan"
+    yield f"{'':10}{'step':>9} {'compute':>9} {'launches':>9} {'waits':>9} {'memory':>10}  plan"
     for each in found.ranked[:LISTED]:
         yield f"{'':10}{_row(each)}"
     if found.refused:
@@ -69,8 +70,8 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
         ranks, fraction = best.plan.world_size, max(best.flops) / alone.flops[0]
         yield f"work      {fraction:.3f} of one device's step on the busiest rank; 1/{ranks} is {1 / ranks:.3f}"
     if best.plan.patch > 1 and best.plan.strategy.policy.remembers:
-        held = gib(max(each.stale for each in best.memory))
-        yield f"held      {held} GiB of stale values from step to step on each device, among the GiB above"
+        held = readable_bytes(max(each.stale for each in best.memory))
+        yield f"held      {held} of stale values from step to step on each device, of the memory above"
         yield f"edges     {edges_of(best).reason}"
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
     for number, line in enumerate(best.assumed):
@@ -81,4 +82,5 @@ def _row(found: Forecast) -> str:
     step, memory = found.step, max(each.total for each in found.memory)
     times = (step.seconds, step.compute, step.launch, sum(step.exposed.values()))
     fits = "" if found.fits else " (does not fit)"
-    return f"{' '.join(f'{readable_seconds(each):>9}' for each in times)} {gib(memory):>6}  {found.plan}{fits}"
+    columns = [*(f"{readable_seconds(each):>9}" for each in times), f"{readable_bytes(memory):>10}"]
+    return f"{' '.join(columns)}  {found.plan}{fits}"

@@ -14,6 +14,7 @@ from patchpar.cli.flag_values import check_guidance
 from patchpar.cli.flags import Debug, Format, Json, given
 from patchpar.cli.output_files import check_can_write, full_disk_named
 from patchpar.errors import PlanError
+from patchpar.plan.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
     from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
@@ -116,11 +117,11 @@ def lines(found: Forecast) -> Iterator[str]:
     of_ranks = range(len(found.memory))
     rank = max(of_ranks, key=lambda each: found.memory[each].total - found.device_of(each).memory)
     memory, of_device = found.memory[rank], found.device_of(rank).memory
-    parts = f"weights {gib(memory.weights)}, other tensors {gib(memory.tensors)}, "
-    parts += f"buffers of kernels {gib(memory.buffers)}, CUDA {gib(memory.context)}"
-    parts += f", of the other tensors {gib(memory.stale)} held from step to step" if memory.stale else ""
+    parts = f"weights {readable_bytes(memory.weights)}, other tensors {readable_bytes(memory.tensors)}, "
+    parts += f"buffers of kernels {readable_bytes(memory.buffers)}, CUDA {readable_bytes(memory.context)}"
+    parts += f", of the other tensors {readable_bytes(memory.stale)} held from step to step" if memory.stale else ""
     fits = "" if memory.total <= of_device else ": DOES NOT FIT"
-    yield f"memory    {gib(memory.total)} of {gib(of_device)} GiB{fits} ({parts})"
+    yield f"memory    {readable_bytes(memory.total)} of {readable_bytes(of_device)}{fits} ({parts})"
     for number, line in enumerate(found.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
 
@@ -140,8 +141,3 @@ def megabytes(sent: Mapping[str, int]) -> str:
     """Return bytes by kind for people."""
     kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
     return f"{sum(sent.values()) / 1e6:.3g} MB{f' ({kinds})' if kinds else ''}"
-
-
-def gib(size: int) -> str:
-    """Return a number of GiB."""
-    return f"{size / 2**30:.1f}"

@@ -16,6 +16,7 @@ from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.host_memory import free_memory
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.json_files import object_of, read_object
 from patchpar.plan.plan import Plan
 
@@ -275,8 +276,8 @@ def check_memory(
         way_out = f"{way_out}, or divide the weights between them (weights=sharded in the plan)"
     raise PlanError(
         f"{ranks} {'GPU' if on_gpus else 'CPU'} {'rank needs' if ranks == 1 else 'ranks need'} about "
-        f"{need * ranks / 2**30:.2f} GiB {'of host memory to convert' if on_gpus else 'for'} the weights of {model}, "
-        f"but only {free / 2**30:.2f} GiB are free: {fitting_plan}{way_out}"
+        f"{readable_bytes(need * ranks)} {'of host memory to convert' if on_gpus else 'for'} the weights of {model}, "
+        f"but only {readable_bytes(free)} are free: {fitting_plan}{way_out}"
     )
 
 

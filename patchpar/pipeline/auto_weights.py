@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from patchpar.errors import PatchparError, PlanError
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.task import ANY_PROMPT
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 USED = 0.95  # of what is free: allocators keep some of it
 SMALL = 0.5  # of what is free: weights that take less leave enough for activations
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +165,17 @@ def _choice(found: PlanMemory, model: ModelForecast, free: FreeMemory, *, is_tig
     parts += [f"resident={plan.resident}"] * bool(plan.resident)
     reason = (
         f"{','.join(parts)}, which takes {_amount(found)}: whole weights and activations take "
-        f"{whole / GIB:.1f} GiB on each rank, and {_free(free)} free"
+        f"{readable_bytes(whole)} on each rank, and {_free(free)} free"
     )
     tight = "; activations of an image of the default size may not fit" if is_tight else ""
     return WeightChoice(plan, reason + tight, is_tight)
 
 
 def _amount(found: PlanMemory) -> str:
-    host = f", and {found.host / GIB:.1f} GiB of host memory" if found.host else ""
-    return f"{max(found.ranks) / GIB:.1f} GiB on a device{host} ({found.terms})"
+    host = f", and {readable_bytes(found.host)} of host memory" if found.host else ""
+    return f"{readable_bytes(max(found.ranks))} on a device{host} ({found.terms})"
 
 
 def _free(free: FreeMemory) -> str:
-    host = "unknown" if free.host is None else f"{free.host / GIB:.1f} GiB of host memory"
-    return f"{host} are" if free.device is None else f"{free.device / GIB:.1f} GiB of a device and {host} are"
+    host = "unknown" if free.host is None else f"{readable_bytes(free.host)} of host memory"
+    return f"{host} are" if free.device is None else f"{readable_bytes(free.device)} of a device and {host} are"

@@ -24,6 +24,7 @@ from patchpar.models.hub import cached_model
 from patchpar.models.loading import dtype_of, for_task, load_pipeline, with_dtype
 from patchpar.pipeline.auto_weights import ModelForecast, advice, is_small, shortage
 from patchpar.pipeline.divided_networks import each_in_shards, needs_no_values, part_bytes
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.verification import every_rank_has
@@ -48,7 +49,7 @@ def refuse_without_memory(
     free = free_bytes(device)
     if free is not None and weight_bytes > free:
         raise PlanError(
-            f"the weights take {weight_bytes / 2**30:.1f} GiB, but {device} has only {free / 2**30:.1f} GiB free "
+            f"the weights take {readable_bytes(weight_bytes)}, but {device} has only {readable_bytes(free)} free "
             f"beside the context of this process: {_plan_that_fits(model, options, base, free)}load them in a smaller "
             "dtype (torch_dtype=torch.float16), or free some of it"
         )

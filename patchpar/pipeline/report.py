@@ -9,6 +9,7 @@ from patchpar.comm.trace import write_trace
 from patchpar.errors import PlanError
 from patchpar.pipeline.notebook_html import RankRow, html_of_run
 from patchpar.pipeline.rank_stats import VAE, RankStats
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.plan import Plan
 
 
@@ -126,12 +127,3 @@ class Run:
         vae = f" and {readable_bytes(max(self.vae_bytes))} for the VAE" if any(self.vae_bytes) else ""
         sent = f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank{vae}"
         return f"{sent}, {waited:.2f} s waited{held}"
-
-
-def readable_bytes(count: float) -> str:
-    """Return a number of bytes with a unit: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

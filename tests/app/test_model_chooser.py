@@ -128,7 +128,7 @@ def test_one_that_does_not_fit_is_refused_with_what_would(state: AppState, monke
     assert 0 < held < needed
     leave_free(needed - held - 1, monkeypatch)
     status, loaded, *_ = last_of(chooser.load(OWNER, "embedded"))
-    assert ("GiB" in status, loaded) == (True, "")
+    assert ("MiB are free" in status, loaded) == (True, "")
     assert OpenedPipeline.names[-1] == ("embedded-dit", None), "and nothing was closed"
     leave_free(needed - held, monkeypatch)
     assert last_of(chooser.load(OWNER, "embedded"))[1] == "embedded"

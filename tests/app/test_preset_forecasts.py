@@ -23,7 +23,7 @@ from patchpar import ParallelPipeline, Plan, PlanError
 from patchpar.models.info import describe
 from patchpar.pipeline.planner.simulate import simulate
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
-from patchpar.pipeline.report import readable_bytes
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
 from patchpar.shard.verification_cache import VerificationCache
 from tests.planner.test_search import forecast_of

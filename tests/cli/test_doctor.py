@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from patchpar.cli import gpu_facts
-from patchpar.cli.doctor import collective_test, memory_size, versions
+from patchpar.cli.doctor import collective_test, versions
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, will_use
 from patchpar.comm.kernels import triton_check
 from patchpar.errors import PlanError, WorkerDied
@@ -101,14 +101,6 @@ def test_devices_that_do_not_exist(fake: Any, run: Any) -> None:
     assert "'tpu:0' is not a device" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("size", "printed"),
-    [(None, "unknown memory"), (0, "0 MiB"), (37 << 20, "37 MiB"), (1 << 27, "0.1 GiB"), (80 << 30, "80.0 GiB")],
-)
-def test_memory_of_small_models_is_no_zero(size: int | None, printed: str) -> None:
-    assert memory_size(size) == printed
-
-
 def test_versions() -> None:
     assert versions()["torch"] not in ("", "missing")
 
@@ -168,7 +160,7 @@ def test_what_a_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     cards[0]["peers"], cards[1]["name"], size = [], "RTX 3090", 2**26
     _, apart, shared, uneven = lacks(pair, cards)
     assert "cuda:0 and cuda:1 do not reach each other's memory" in apart
-    assert "/dev/shm has 64 MiB" in shared
+    assert "/dev/shm has 64.0 MiB" in shared
     assert "--ipc=host" in shared
     assert "not alike" in uneven
     assert lacks(["cuda:0"], cards) == [], "control: one GPU exchanges nothing"

@@ -135,7 +135,7 @@ def restored_late(this: PoolRank) -> dict[str, Any]:
     tensor.prepare(network.forward, ((), tiny.call(0)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
-        with pytest.raises(PlanError, match="GiB when they are whole, more than is free"):
+        with pytest.raises(PlanError, match="iB when they are whole, more than is free"):
             tensor.restore()
     error, gather = error_of(network(**tiny.call(0)), wanted), AllGather.parts
 

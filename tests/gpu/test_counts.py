@@ -93,37 +93,37 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "exact": Ceiling(319, 2, 0, 2, 352, 1, 138, 1, groups=1),
     },
     ("flux", "exact"): {
-        "exact": Ceiling(241, 3, 0, 6, 256, 82, 162, 0),
+        "exact": Ceiling(199, 3, 0, 6, 226, 82, 162, 0),
     },
     ("flux", "exact:ulysses=4"): {
-        "exact": Ceiling(243, 5, 0, 10, 262, 41, 148, 0),
+        "exact": Ceiling(201, 5, 0, 10, 232, 41, 148, 0),
     },
     ("flux", "exact:attention=ring"): {
-        "exact": Ceiling(249, 13, 0, 14, 288, 82, 162, 0, groups=6),
+        "exact": Ceiling(207, 13, 0, 14, 258, 82, 162, 0, groups=6),
     },
     ("flux", "displaced"): {
-        "exact": Ceiling(243, 5, 0, 10, 258, 82, 242, 108, copies=2),
-        "stale": Ceiling(241, 5, 0, 10, 254, 82, 256, 108),
+        "exact": Ceiling(201, 5, 0, 10, 228, 82, 242, 108, copies=2),
+        "stale": Ceiling(199, 5, 0, 10, 224, 82, 256, 108),
     },
     ("flux", "pcpp"): {
-        "exact": Ceiling(245, 3, 0, 6, 258, 73, 235, 51, copies=2),
-        "stale": Ceiling(245, 3, 0, 6, 252, 16, 265, 81),
+        "exact": Ceiling(203, 3, 0, 6, 228, 73, 235, 51, copies=2),
+        "stale": Ceiling(203, 3, 0, 6, 222, 16, 265, 81),
     },
     ("flux", "fresh-edges"): {
-        "exact": Ceiling(249, 5, 0, 10, 269, 82, 237, 103, copies=2),
-        "stale": Ceiling(255, 7, 0, 6, 262, 82, 346, 199),
+        "exact": Ceiling(207, 5, 0, 10, 239, 82, 237, 103, copies=2),
+        "stale": Ceiling(213, 7, 0, 6, 232, 82, 346, 199),
     },
     ("flux", "fresh-edges:correction=none"): {
-        "exact": Ceiling(249, 5, 0, 10, 263, 82, 236, 103, copies=2),
-        "stale": Ceiling(255, 5, 0, 6, 258, 82, 346, 199),
+        "exact": Ceiling(207, 5, 0, 10, 233, 82, 236, 103, copies=2),
+        "stale": Ceiling(213, 5, 0, 6, 228, 82, 346, 199),
     },
     ("flux", "fresh-edges:context=pooled"): {
-        "exact": Ceiling(269, 3, 0, 6, 282, 73, 220, 31, copies=4),
-        "stale": Ceiling(259, 5, 0, 10, 264, 12, 248, 65),
+        "exact": Ceiling(227, 3, 0, 6, 252, 73, 220, 31, copies=4),
+        "stale": Ceiling(217, 5, 0, 10, 234, 12, 248, 65),
     },
     ("flux", "fresh-edges:correction=linear"): {
-        "exact": Ceiling(249, 5, 0, 10, 269, 82, 237, 103, copies=2),
-        "stale": Ceiling(393, 7, 0, 6, 376, 91, 428, 199),
+        "exact": Ceiling(207, 5, 0, 10, 239, 82, 237, 103, copies=2),
+        "stale": Ceiling(351, 7, 0, 6, 346, 91, 428, 199),
     },
 }
 DAILY = {

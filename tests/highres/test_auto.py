@@ -19,7 +19,7 @@ from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose, choose_for_upscale, without
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.native_size import TESTED, why_native_only
-from patchpar.strategies.structure.sizing import COPIES, GIB, MemoryEstimate, check_room
+from patchpar.strategies.structure.sizing import COPIES, MemoryEstimate, check_room
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
@@ -131,19 +131,19 @@ def test_memory_is_estimated_first(model: PipelineInfo) -> None:
     assert takes.latents == 12 * 2 * 4 * 512 * 512 * 4
     check_room(model, (4096, 4096), 2, ranks=4, free=4 * takes.latents)
     check_room(model, (4096, 4096), 2, ranks=4, free=None)
-    with pytest.raises(PlanError, match=r"4096 x 4096 pixels need about 0\.4 GiB .* on 4 ranks, but only 0\.1 GiB are"):
+    with pytest.raises(PlanError, match=r"4096 x 4096 pixels need about 384\.0 MiB .* 4 ranks, but only 96\.0 MiB are"):
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
     with pytest.raises(PlanError, match="ask for at most 2048 x 2048"):
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
-    assert "GiB to decode" in choose_for_upscale(model, 2, LARGE).reason
+    assert "18.0 MiB to decode" in choose_for_upscale(model, 2, LARGE).reason
 
 
 def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the driver has free, and what torch has reserved and not allocated; of a CPU the caller knows."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
-    assert free_bytes(torch.device("cuda", 1)) == 6 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * 2**30)
+    assert free_bytes(torch.device("cuda", 1)) == 6 * 2**30
     assert free_bytes(torch.device("cpu")) is None
 
 

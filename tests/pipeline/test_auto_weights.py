@@ -64,7 +64,8 @@ def test_the_first_that_fits(devices: int, device: float | None, host: float, pl
         assert "whole weights and activations take 34.2 GiB on each rank" in found.reason
         assert "weights=" in found.reason or "encoders=one" in found.reason
         stated = [] if device is None else [f"{device / USED:.1f} GiB of a device"]
-        assert f"{' and '.join([*stated, f'{host / USED:.1f} GiB of host memory'])} are free" in found.reason
+        of_host = f"{host / USED:.1f} GiB of host memory" if host else "0 B of host memory"
+        assert f"{' and '.join([*stated, of_host])} are free" in found.reason
 
 
 def test_no_plan_fits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.pipeline.planner.image_ranks import ranks_of_image, unequal_pairs
 from patchpar.pipeline.planner.record import Recording
+from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.replay import replay
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait, bytes_sent
+from patchpar.plan.replay.replay import Deadlock, replay
+from patchpar.plan.replay.tape import Kernel, Leave, Operator, Receive, Send, Tape, Wait, bytes_sent
 from patchpar.plan.replay.topology import equal_ports
 from tests import tiny
 from tests.breadth import first_of
@@ -57,17 +59,44 @@ def test_tapes_of_ranks_between_are_those_recorded_for_them(name: str, plan: str
     assert bytes_sent(found.tapes[inner]) == bytes_sent(own.tape)
     assert work(found.tapes[inner])[0] == work(own.tape)[0]
     assert work(found.tapes[inner])[1] == pytest.approx(work(own.tape)[1], rel=0.02)  # parts of a buffer differ
-    priced = [tuple(Kernel("k", 1e-6) if e not in messages(t) else e for e in t) for t in found.tapes]
-    replay(priced, equal_ports(1e9))  # without a deadlock
+    replay(priced(found.tapes), equal_ports(1e9))  # without a deadlock
+
+
+def priced(tapes: Sequence[Tape]) -> list[Tape]:
+    return [tuple(Kernel("k", 1e-6) if isinstance(each, Operator) else each for each in tape) for tape in tapes]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    first_of(
+        [
+            ("sd", "cfg=2,patch=2"),
+            ("sd", "patch=4,strategy=displaced"),
+            ("flux", "patch=4,strategy=exact:attention=ring"),
+            ("flux", "stage=2,patch=2"),
+            ("flux", "stage=2,strategy=piped"),
+        ],
+        ("sd", "cfg=2,patch=2"),
+    ),
+)
+def test_operations_of_ranks_end_and_take_no_less_than_messages(name: str, plan: str) -> None:
+    """As over NCCL. Ranks that come late to an operation hold the others up, and no order of theirs is a deadlock."""
+    parsed, kwargs = Plan.parse(plan), call_of(name, steps=3) | {"height": 64, "width": 64}
+    recording = Recording(tiny.build(name).pipe, parsed, kwargs, RecordOptions(joined=True))
+    tapes = priced(ranks_of_image(parsed, recording.of_rank).tapes)
+    alone = [tuple(replace(each, operation=0) if isinstance(each, Send) else each for each in tape) for tape in tapes]
+    assert replay(alone, equal_ports(1e9)).seconds <= replay(tapes, equal_ports(1e9)).seconds
+    operations = [{each.operation for each in tape if isinstance(each, Send)} for tape in tapes]
+    left = [{each.operation for each in tape if isinstance(each, Leave)} for tape in tapes]
+    assert all(0 not in begun and done and done <= begun for begun, done in zip(operations, left, strict=True))
+    late = [[each for each in tape if not isinstance(each, Receive)] for tape in tapes]
+    with pytest.raises(Deadlock):
+        replay([tuple(late[0]), *tapes[1:]], equal_ports(1e9))
 
 
 def work(tape: Tape) -> tuple[int, int]:
     operators = [entry for entry in tape if isinstance(entry, Operator)]
     return sum(each.flops for each in operators), sum(each.num_bytes for each in operators)
-
-
-def messages(tape: Tape) -> set[object]:
-    return {entry for entry in tape if isinstance(entry, (Send, Wait, Boundary))}
 
 
 def tapes_of(*, num_bytes: int) -> list[Tape]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, TensorSpec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.dry_run import dry_run
 from patchpar.pipeline.planner import recording_runner
@@ -21,7 +21,7 @@ from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
+from patchpar.plan.replay.tape import Leave, Operator, Send, Wait, bytes_sent, steps_of
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import TokenPlan
@@ -157,7 +157,7 @@ def test_what_one_operation_gathers_is_there_together() -> None:
     """Messages apart are waited for one by one, so that what has come can be used while the others are on their way."""
     incoming = [Incoming(peer, (TensorSpec((4,), torch.float32),)) for peer in (1, 2)]
     for joined, waits in ((True, 2), (False, 1)):
-        tape = TapeRecorder()
+        tape = TapeRecorder(joined=joined)
         transport = RecordingTransport(0, tape, joined=joined)
         own, rows = torch.empty(4, device="meta"), torch.empty(3, 4, device="meta")
         if transport.collectives is None:
@@ -169,6 +169,24 @@ def test_what_one_operation_gathers_is_there_together() -> None:
         assert sum(isinstance(entry, Wait) for entry in tape.tape) == waits
         next(arriving)
         assert sum(isinstance(entry, Wait) for entry in tape.tape) == 2
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_who_sends_in_an_operation_waits_until_it_is_there(*, joined: bool) -> None:
+    """Also one who gets nothing. What the other ranks have no part in leaves, and is not waited for."""
+    tape = TapeRecorder(joined=joined)
+    work = RecordingTransport(0, tape, joined=joined).send_recv([Outgoing((1,), (torch.empty(2),))], [], "hidden")
+    (sent,) = [entry for entry in tape.tape if isinstance(entry, Send)]
+    assert bool(sent.operation) == joined
+    for _ in range(2):
+        work.wait()
+        left = [entry.operation for entry in tape.tape if isinstance(entry, Leave)]
+        assert left == ([sent.operation] if joined else [])
+    tape.begin()
+    work = RecordingTransport(0, tape, joined=joined).send_recv([Outgoing((1,), (torch.empty(2),))], [], "hidden")
+    tape.begin()
+    work.wait()
+    assert not any(isinstance(entry, Leave) for entry in tape.tape), "the call that it was sent in is over"
 
 
 def test_what_is_aligned_in_a_buffer_is_counted_as_it_is() -> None:

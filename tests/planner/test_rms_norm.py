@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from patchpar.models.dry_run import rms_norm
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.plan.replay.price import RMS_NORM as KERNEL
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import SdpaMode
 from tests.planner.test_record import operators, recorded
 
-KERNEL = "_fused_rms_norm"
 WIDTH = 64
 
 
@@ -38,7 +38,7 @@ def test_a_norm_reads_its_input_and_writes_its_output_once(affine: bool) -> None
     norm = nn.RMSNorm(WIDTH, elementwise_affine=affine, dtype=torch.bfloat16)
     x = torch.empty(2, 8, WIDTH, dtype=torch.bfloat16, device="meta")
     moved = 2 * (2 * x.numel() + affine * WIDTH) + 4 * 2 * 8
-    assert kernels(norm, x) == [Operator(KERNEL, "bfloat16", 0, moved)]
+    assert kernels(norm, x) == [Operator(KERNEL, "bfloat16", 0, moved, (2 * 8, WIDTH))]
 
 
 def test_torchs_function_of_another_name_is_the_same() -> None:

@@ -114,7 +114,7 @@ def test_where_no_plan_fits_the_nearest_is_named_with_what_is_missing() -> None:
     found = search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=400 * GIB))
     nearest = min(found.ranked, key=lambda each: each.memory[0].total)
     assert nearest.plan == Plan(patch=4, weights="sharded")
-    needed = f"{nearest.memory[0].total / GIB:.1f} GiB on a RTX4090, which has 22.4"
+    needed = f"{nearest.memory[0].total / GIB:.1f} GiB on a RTX4090, which has 22.4 GiB"
     with pytest.raises(PlanError, match=f"{nearest.plan} comes nearest, with {needed}"):
         found.best  # noqa: B018 - raises
 

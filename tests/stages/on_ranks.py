@@ -82,7 +82,7 @@ def restored_late(this: PoolRank) -> dict[str, Any]:
     found = [equal(stages.denoise(network.forward, **call()), wanted) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
-        with pytest.raises(PlanError, match="GiB when they are whole, more than is free"):
+        with pytest.raises(PlanError, match="iB when they are whole, more than is free"):
             stages.restore()
     found.append(equal(stages.denoise(network.forward, **call()), wanted))
     with pytest.MonkeyPatch.context() as patch:

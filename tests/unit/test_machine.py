@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine, device_named
-from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, Prices, busy_part, fused, kernel_seconds
+from patchpar.plan.replay.occupancy import busy_part
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, RMS_NORM, Prices, fused, kernel_seconds
 from patchpar.plan.replay.replay import replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
+
+GPU = Path(__file__).parents[2] / "docs/figures/gpu.json"
 
 
 @pytest.mark.parametrize(
@@ -133,6 +138,33 @@ def test_prices_follow_flops_and_bytes() -> None:
 )
 def test_processors_without_a_tile_of_a_product_idle(dims: tuple[int, ...], part: float) -> None:
     assert busy_part(dims, 132) == pytest.approx(part)
+
+
+def rms_norm(rows: int, width: int) -> Operator:
+    """Of bf16: it reads and writes its values, and writes a factor in fp32 for each row."""
+    return Operator(RMS_NORM, "bfloat16", 0, rows * (4 * width + 4), (rows, width))
+
+
+def test_a_norm_of_narrow_rows_takes_as_long_as_their_blocks_of_threads() -> None:
+    """1,024 rows for each processor of an H200, which has 16 at a time; wide ones take what their bytes take."""
+    device, rows = device_named("H200"), 1024 * 132
+    assert kernel_seconds(rms_norm(rows, 128), device) == pytest.approx(64 * 1.35e-6 + 2e-6)
+    assert kernel_seconds(rms_norm(rows, 64), device) == kernel_seconds(rms_norm(rows, 128), device)
+    wide = rms_norm(rows, 4096)
+    assert kernel_seconds(wide, device) == kernel_seconds(replace(wide, name="mul", dims=()), device)
+    compiled = kernel_seconds(rms_norm(rows, 128), device, COMPILED)
+    assert compiled == kernel_seconds(replace(rms_norm(rows, 128), name="mul", dims=()), device, COMPILED)
+
+
+def test_norms_of_the_heads_of_flux_take_as_long_as_they_were_measured_to() -> None:
+    """Of 24 heads: image and text apart in 19 blocks, together in 38, with 4,096 and 512 tokens."""
+    layers = next(each for each in json.loads(GPU.read_text()) if each["heading"] == "Layers of a plain forward")
+    (row,) = (each for each in layers["tables"][0] if (each["model"], each["layer"]) == ("flux", "RMSNorm"))
+    apart = [rms_norm(24 * tokens, 128) for tokens in (4096, 512)]
+    norms = [*apart * (2 * 19), *[rms_norm(24 * (4096 + 512), 128)] * (2 * 38)]
+    assert len(norms) == int(row["calls"])
+    device = device_named("H200")
+    assert sum(kernel_seconds(each, device) for each in norms) == pytest.approx(1e-3 * float(row["ms"]), rel=0.05)
 
 
 def test_heads_of_attention_are_computed_in_widths_that_kernels_know() -> None:

@@ -59,7 +59,12 @@ def test_rates_are_those_of_the_shapes_that_are_near() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("add", COPY), ("cat", COPY), ("gelu", FUNCTION), ("native_group_norm", NORM), ("mean", NORM)]
+    ("name", "kind"),
+    [
+        *((name, COPY) for name in ("add", "cat", "div", "pow")),
+        *((name, FUNCTION) for name in ("gelu", "silu", "rsqrt")),
+        *((name, NORM) for name in ("native_group_norm", "mean")),
+    ],
 )
 def test_kinds_of_kernels_that_the_memory_limits(name: str, kind: str) -> None:
     assert kind_of(name) == kind

@@ -65,6 +65,19 @@ def test_messages_share_a_resource_in_the_order_they_are_sent() -> None:
     assert found.waited[2] == 3.5
 
 
+@pytest.mark.parametrize(("both_ways", "seconds"), [(200.0, 1.0), (100.0, 2.0), (125.0, 1.6), (1000.0, 1.0)])
+def test_two_messages_pass_a_resource_at_once_as_far_as_it_is_faster_than_their_ports(
+    both_ways: float, seconds: float
+) -> None:
+    """Two ranks send 100 bytes to each other through one memory, from and to ports of 100 bytes/s."""
+
+    def path(a: int, b: int) -> Route:
+        return Route((Resource(f"out {a}", 100.0), Resource("memory", both_ways), Resource(f"in {b}", 100.0)))
+
+    tapes: list[Tape] = [(Send(0, (1 - rank,), "kv", 100), Wait(0, 1 - rank, 100)) for rank in range(2)]
+    assert max(replay(tapes, Topology(path)).ends) == pytest.approx(seconds)
+
+
 def test_a_stale_value_that_came_meanwhile_costs_nothing() -> None:
     tapes: list[Tape] = [
         (Send(0, (1 - rank,), "kv", 50), Kernel("block", 1.0), Wait(0, 1 - rank, 50)) for rank in range(2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
+from patchpar.plan.replay.tape import Boundary, Kernel, Leave, Operator, Receive, Send, Tape, Wait
 from patchpar.plan.replay.tape_json import from_text, to_text
 
 MATMUL = Operator("addmm", "float16", 2 * 8 * 16 * 32, 1024, (8, 16, 32))
@@ -18,8 +18,10 @@ BLOCK: Tape = (Boundary("blocks.0"), MATMUL, Operator("gelu", "float16", 0, 512)
 TAPE: Tape = (
     Boundary("step 0", is_step=True),
     *BLOCK,
-    Send(0, (1, 2), "kv", 64, "attn", (("kv", 60), ("moments", 4)), bulk=True),
+    Send(0, (1, 2), "kv", 64, "attn", (("kv", 60), ("moments", 4)), bulk=True, operation=3),
+    Receive(0, 1, "attn"),
     Wait(0, 1, 64, "attn", "kv"),
+    Leave(3, "attn", "kv"),
 )
 
 
@@ -83,7 +85,7 @@ def test_fields_of_another_type_are_refused() -> None:
     entries = entries_of(to_text(TAPE))
     assert from_text(text_of(entries)) == tuple(dict.fromkeys(TAPE)), "they are read as they are"
     wrong = with_other_values(entries)
-    assert len(wrong) == 37
+    assert len(wrong) == 46
     for each in wrong:
         with pytest.raises((ValueError, TypeError)):
             from_text(text_of(each))

@@ -158,7 +158,7 @@ def test_compiled_modules_are_refused(ranks: Any) -> None:
 
 def test_too_little_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("patchpar.shard.weights.host_store.free_memory", lambda: 1000)
-    with pytest.raises(PlanError, match=r"GiB of weights in host memory .*smaller dtype, use weights=sharded"):
+    with pytest.raises(PlanError, match=r"iB of weights in host memory .*smaller dtype, use weights=sharded"):
         ParallelPipeline(tiny.build("flux").pipe, devices="cpu", plan="weights=hosted")
 
 
@@ -197,7 +197,7 @@ def test_whole_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPat
     built = tiny.build("flux")
     with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted") as pipe:
         monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: 1000)
-        with pytest.raises(PlanError, match=r"GiB when they are whole, more than is free.*close the pipeline"):
+        with pytest.raises(PlanError, match=r"iB when they are whole, more than is free.*close the pipeline"):
             pipe.restore()
 
 
@@ -277,7 +277,7 @@ def test_weights_that_do_not_fit_together_stay_where_they_are(monkeypatch: pytes
     wanted = _run(runner, built.call_kwargs, plan) if is_called else None
     monkeypatch.setattr("patchpar.shard.weights.stores.free_bytes", lambda device: room)
     for refused in (runner.restore, partial(runner.apply, "fuse_lora", (), {})):
-        with pytest.raises(PlanError, match=r"blocks of \w+, \w+.* take .*GiB when they are whole"):
+        with pytest.raises(PlanError, match=r"blocks of \w+, \w+.* take .*iB when they are whole"):
             refused()
         assert blocks_in_slots(built.pipe) == dict.fromkeys(DIVIDED, True)
     found = _run(runner, built.call_kwargs, plan)

@@ -18,8 +18,8 @@ from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
-from patchpar.models.dry_run.rms_norm import KERNEL as RMS_NORM
 from patchpar.models.dry_run.rms_norm import one_kernel
+from patchpar.plan.replay.price import RMS_NORM
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import AttentionCall
 
@@ -115,7 +115,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def on_gpus(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function does; what CUDA computes in one kernel, and the meta device not, is one."""
         norm = one_kernel(func, args, kwargs)
-        if norm is None:
+        if norm is None or not _is_empty(norm.input):
             return func(*args, **kwargs)
         x, factors, found = norm.empty_results()
         self._count(RMS_NORM, 0, (x, *(() if norm.weight is None else (norm.weight,)), factors, found))
@@ -168,10 +168,13 @@ def _flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], found: Any
 
 
 def _dims_of(name: str, flops: int, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return (queries, keys, width) of attention, (m, n, k) of another product, and nothing of what is none.
+    """Return (queries, keys, width) of attention, (m, n, k) of another product, (rows, width) of an RMS norm.
 
     A convolution is the product of its windows [B * H * W, C * kernel] and its weight [C * kernel, C_out].
     """
+    if name == RMS_NORM:
+        rows = tensors[-2].numel()
+        return rows, tensors[-1].numel() // rows
     if not flops:
         return ()
     if name == "attention":

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 FUNCTIONS = frozenset({F.rms_norm, torch.rms_norm})
 HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 """torch 2.9 and newer: this operator came with the kernel, the one for the forward has stood for others before."""
-KERNEL = "_fused_rms_norm"
 
 
 class RMSNormCall(NamedTuple):
@@ -41,8 +40,8 @@ class RMSNormCall(NamedTuple):
 
 
 def one_kernel(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RMSNormCall | None:
-    """Return the call of a torch function that CUDA computes in one kernel, on tensors without values, or None."""
+    """Return the call of a torch function that CUDA computes in one kernel, or None."""
     if func not in FUNCTIONS or not HAS_KERNEL:
         return None
     call = RMSNormCall(*args, **kwargs)
-    return call if call.input.is_meta and call.is_one_kernel else None
+    return call if call.is_one_kernel else None

@@ -16,7 +16,7 @@ from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, DECODE_NUMBERS
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Boundary, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Receive, Send, Tape, TapeEntry, Wait
 
 RECORDED = 3
 """Ranks along an axis up to which all are recorded; of more, the first, one between, and the last."""
@@ -106,8 +106,8 @@ def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: S
     in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
     front, back = _parts(steps.tape)
     end = _parts(decode.tape)[1]
-    pending = [entry for entry in back if isinstance(entry, Wait) and entry.number < DECODE_NUMBERS]
-    decoding = [entry for entry in end if not (isinstance(entry, Wait) and entry.number < DECODE_NUMBERS)]
+    pending = [entry for entry in back if _is_pending(entry)]
+    decoding = [entry for entry in end if not _is_pending(entry)]
     to_root = _to_root(decoding) if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
     tape = (
         *(_renumbered(entry, in_steps) for entry in front),
@@ -116,6 +116,14 @@ def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: S
     )
     peaks, working = _in_phases(steps.peaks, decode.peaks), _in_phases(steps.working, decode.working)
     return replace(steps, rank=rank, tape=tuple(_counted(tape)), peaks=peaks, working=working)
+
+
+def _is_pending(entry: TapeEntry) -> bool:
+    """Whether a rank waits, while decoding, for what was sent in the steps."""
+    number = (
+        entry.number if isinstance(entry, Wait) else entry.operation if isinstance(entry, Leave) else DECODE_NUMBERS
+    )
+    return number < DECODE_NUMBERS
 
 
 def _in_phases(steps: Mapping[str, int], decode: Mapping[str, int]) -> dict[str, int]:
@@ -165,7 +173,7 @@ def _renumbered(entry: TapeEntry, peers: Peers, to_root: frozenset[str] = frozen
         if entry.where in to_root:
             return entry
         return entry.to(*(peers[peer] for peer in entry.peers))
-    return entry.of(peers[entry.sender]) if isinstance(entry, Wait) else entry
+    return entry.of(peers[entry.sender]) if isinstance(entry, (Receive, Wait)) else entry
 
 
 def unequal_pairs(tapes: Sequence[Tape]) -> list[tuple[int, int]]:

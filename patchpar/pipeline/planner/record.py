@@ -72,7 +72,7 @@ class Recording:
             self.of_rank(first)
         if self.plan.tensor > 1:
             self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
-        tape, memory = TapeRecorder(), LiveBytes(ENCODE)
+        tape, memory = TapeRecorder(joined=self.options.joined), LiveBytes(ENCODE)
         mode = MetaMode(memory, tape.operator, self.options.known)
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
         transport = RecordingTransport(rank, tape, joined=self.options.joined)

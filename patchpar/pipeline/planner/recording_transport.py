@@ -64,14 +64,9 @@ class RecordingTransport:
                 self.note(peer, message.num_bytes // len(message.peers), where, bulk=bulk)
         return self.expected(incoming, where)
 
-    def expected(
-        self, incoming: Sequence[Incoming], where: str, filled: Tensor | None = None, *, at_once: bool = False
-    ) -> "RecordedWork[Any]":
-        """Return what is expected; the result of the Work is `filled`, of any shape, or the messages.
-
-        `at_once`: by one operation, so that none is there before all are.
-        """
-        return RecordedWork(self.tape, incoming, where, self._label, filled, at_once=at_once)
+    def expected(self, incoming: Sequence[Incoming], where: str, filled: Tensor | None = None) -> "RecordedWork[Any]":
+        """Return what is expected; the result of the Work is `filled`, of any shape, or the messages."""
+        return RecordedWork(self.tape, incoming, where, self._label, filled, joined=self.collectives is not None)
 
     def note_parts(self, ranks: Sequence[int], parts: FlatParts, where: str, *, bulk: bool) -> None:
         """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
@@ -138,7 +133,7 @@ class RecordingCollectives:
     ) -> Work[Messages]:
         """See `Collectives`; `own` [...] and `rows` [P, ...]."""
         self._note_own(own, incoming, where, bulk=bulk)
-        return self._transport.expected(incoming, where, at_once=True)
+        return self._transport.expected(incoming, where)
 
     def _note_own(self, own: Tensor, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
         own_bytes = own.numel() * own.element_size()
@@ -179,7 +174,7 @@ class RecordedWork(Work[T]):
     """Messages that have arrived at once, without values. Each wait for one is noted where it is.
 
     `filled`: the buffer, of any shape, that they are in and that is the result; None for the messages themselves.
-    `at_once`: the first that is waited for is there when all are.
+    `joined`: by one operation, which is over when all of them are there and all that this rank has sent in it.
     """
 
     def __init__(
@@ -190,13 +185,15 @@ class RecordedWork(Work[T]):
         kind: str,
         filled: Tensor | None,
         *,
-        at_once: bool = False,
+        joined: bool,
     ) -> None:
         super().__init__(incoming, where)
-        self._tape, self._filled, self._at_once = tape, filled, at_once
+        self._tape, self._kind, self._filled, self._joined = tape, kind, filled, joined
         self._expected: list[Expected] = [
             tape.expect(message.peer, message.num_bytes, kind, where) for message in incoming
         ]
+        self._begun = tape.begun()
+        self._is_over = False
 
     def is_here(self, index: int) -> bool:
         """Whether `wait_for` would not block: messages are taken in their order."""
@@ -206,11 +203,17 @@ class RecordedWork(Work[T]):
         found = super()._finish()
         return found if self._filled is None else self._filled
 
+    def _leave(self) -> None:
+        if self._joined and not self._is_over:
+            self._is_over = True
+            for each in self._expected:
+                self._tape.wait(each)
+            self._tape.leave(self._begun, self._kind, self.where)
+
     def _receive(self, index: int) -> list[Tensor]:
-        if not self._at_once:
+        self._leave()
+        if not self._joined:
             self._tape.wait(self._expected[index])
-        while self._at_once and self._expected:
-            self._tape.wait(self._expected.pop(0))
         message = self.incoming[index]
         into = message.into or [None] * len(message.specs)
         return [

@@ -22,6 +22,7 @@ from patchpar.errors import PlanError
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast
 from patchpar.pipeline.planner.placement import Simulate, placed
 from patchpar.pipeline.planner.uneven_devices import UnevenDevices
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.link_model import EXPOSED_FRACTION, EdgeChoice
 from patchpar.plan.plan import Plan
 from patchpar.strategies.exact import ExactPatch
@@ -57,9 +58,8 @@ class PlanSearchResult:
         taken = [(*each.largest_memory, each.plan) for each in self.ranked]
         total, device, plan = min(taken, key=lambda found: found[0] - found[1].memory)
         raise PlanError(
-            f"no plan fits the memory of its devices: {plan} comes nearest, with {total / 2**30:.1f} GiB on a "
-            f"{device.name}, which has {device.memory / 2**30:.1f}: use a smaller --dtype, a smaller image, or devices "
-            "with more"
+            f"no plan fits the memory of its devices: {plan} comes nearest, with {readable_bytes(total)} on a "
+            f"{device.name}, which has {readable_bytes(device.memory)}: use a smaller --dtype or image, or others"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,8 +169,8 @@ class _Search:
         weights, device = self._one.memory[0].weights, self._one.device_of(0)
         if plan.tensor > 1 and plan.weights == "whole" and weights > device.memory:
             self._refused[str(plan)] = (
-                f"its first call takes whole weights, {weights / 2**30:.1f} GiB, and a {device.name} has "
-                f"{device.memory / 2**30:.1f}: weights=hosted loads them in parts"
+                f"its first call takes whole weights, {readable_bytes(weights)}, and a {device.name} has "
+                f"{readable_bytes(device.memory)}: weights=hosted loads them in parts"
             )
         else:
             self.try_plan(plan)

@@ -1,14 +1,14 @@
 """Collects the tape of one rank while its program runs: operators, messages, waits, and where blocks and steps begin.
 
 Messages between two ranks arrive in the order they were sent, so that their number is counted for each pair of ranks,
-from DECODE_NUMBERS on for what is sent after a step has ended.
+from DECODE_NUMBERS on for what is sent after a step has ended. So are the operations of a rank.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 
 ENCODE, DECODE = "encode", "decode"
 AGAIN = "another call"
@@ -27,11 +27,21 @@ class Expected(NamedTuple):
     kind: str
 
 
-class TapeRecorder:
-    """The entries of the call since `begin`, and its `steps`. A step begins with its first call of a denoiser."""
+class Begun(NamedTuple):
+    """An operation of call number `call` in which this rank sends; 0: it sends nothing in it."""
 
-    def __init__(self) -> None:
-        self._call = 0
+    call: int
+    operation: int
+
+
+class TapeRecorder:
+    """The entries of the call since `begin`, and its `steps`. A step begins with its first call of a denoiser.
+
+    `joined`: messages are those of operations of several ranks, as NCCL has them.
+    """
+
+    def __init__(self, *, joined: bool = False) -> None:
+        self._call, self._joined = 0, joined
         self.begin()
 
     def begin(self) -> None:
@@ -40,6 +50,8 @@ class TapeRecorder:
         self._entries: list[TapeEntry] = [Boundary(ENCODE, is_step=True)]
         self._sent: Counter[tuple[int, int]] = Counter()
         self._announced: Counter[tuple[int, int]] = Counter()
+        self._operations: Counter[int] = Counter()
+        self._operation = 0
         self.steps, self._next = 0, True
 
     def operator(self, found: Operator) -> None:
@@ -49,24 +61,42 @@ class TapeRecorder:
     def send(self, peer: int, by_kind: Mapping[str, int], label: str, where: str, *, bulk: bool = False) -> None:
         """Note a message to one rank; `by_kind`: its bytes."""
         number = self._counted(self._sent, peer)
+        if self._joined and not self._operation:
+            self._operations[self._first] += 1
+            self._operation = self._first + self._operations[self._first]
         parts = tuple(by_kind.items()) if len(by_kind) > 1 else ()
         kind = label if parts or not by_kind else next(iter(by_kind))
-        self._entries.append(Send(number, (peer,), kind, sum(by_kind.values()), where, parts, bulk))
+        self._entries.append(Send(number, (peer,), kind, sum(by_kind.values()), where, parts, bulk, self._operation))
+
+    def begun(self) -> Begun:
+        """Return the operation of what was sent since the last time."""
+        found, self._operation = Begun(self._call, self._operation), 0
+        return found
 
     def expect(self, sender: int, num_bytes: int, kind: str, where: str) -> Expected:
         """Return the next message of a rank, for `wait`."""
         number = self._counted(self._announced, sender)
+        if self._joined:
+            self._entries.append(Receive(number, sender, where))
         return Expected(self._call, number, sender, num_bytes, where, kind)
 
     def _counted(self, counter: Counter[tuple[int, int]], peer: int) -> int:
-        first = DECODE_NUMBERS if self.steps and self._next else 0
-        counter[peer, first] += 1
-        return first + counter[peer, first] - 1
+        counter[peer, self._first] += 1
+        return self._first + counter[peer, self._first] - 1
+
+    @property
+    def _first(self) -> int:
+        return DECODE_NUMBERS if self.steps and self._next else 0
 
     def wait(self, message: Expected) -> None:
         """Note that the rank needs a message now. One of a call before is none of this call."""
         if message.call == self._call:
             self._entries.append(Wait(message.number, message.sender, message.num_bytes, message.where, message.kind))
+
+    def leave(self, begun: Begun, kind: str, where: str) -> None:
+        """Note that what the rank has sent in an operation has to be there now."""
+        if begun.operation and begun.call == self._call:
+            self._entries.append(Leave(begun.operation, where, kind))
 
     def block(self, path: str) -> None:
         """Note that a block begins."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.replay import Replayed, replay
-from patchpar.plan.replay.tape import Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Receive, Send, Tape, TapeEntry, Wait
 from patchpar.plan.replay.topology import Route, Topology
 
 
@@ -118,4 +118,4 @@ def moved(tape: Tape, by: int) -> Tape:
 def _shifted(entry: TapeEntry, by: int) -> TapeEntry:
     if isinstance(entry, Send):
         return entry.to(*(peer + by for peer in entry.peers))
-    return entry.of(entry.sender + by) if isinstance(entry, Wait) else entry
+    return entry.of(entry.sender + by) if isinstance(entry, (Receive, Wait)) else entry

@@ -7,6 +7,7 @@ fp32               convolutions in the rate of TF32, as torch computes them; mat
 all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
 weights            come from the memory: a network has more of them than a cache holds
 group norm         reads its maps twice, for moments and for values
+RMS norm           one kernel, which has a block of threads for each row, however narrow it is
 all                a gap to the kernel before, for each kernel that an operator launches
 compiled           what runs between two products is one kernel, as long as the longest of them, and one for each group
                    norm's moments, which are known only after the last of its values
@@ -21,15 +22,11 @@ from itertools import groupby
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
 from patchpar.plan.replay.measured_device import MeasuredDevice
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.occupancy import busy_part, seconds_of_rows
+from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
-TILES = ((256, 128), (128, 256), (128, 128))
-"""Rows and columns of a product that one processor computes at a time, as of NVIDIA's guide to matrix products
-(DU-09799-001, section 2.3): fewer are read more often."""
-SPLIT = 1024
-"""Of the inner dim of a product: parts of it that several processors compute where there are fewer tiles than these."""
 WIDTHS = 32
 """Widths of attention heads that kernels know are multiples of it."""
 SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
@@ -37,6 +34,7 @@ SIZES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e
 LAYOUT_KERNELS = 3
 """Of a convolution whose maps have another layout: they change that of its input, its weight and its output."""
 GROUP_NORM, MOMENTS, NORMED = "native_group_norm", "moments of a group norm", "values of a group norm"
+RMS_NORM = "_fused_rms_norm"
 BETWEEN_ACTIVATIONS = ("bmm", "baddbmm")
 """Products of two activations, which have no weight."""
 
@@ -105,6 +103,8 @@ def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions 
 def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
     gaps = assumed.gap * _kernels_of(operator, assumed)
     moving = _moving(operator, device, assumed)
+    if operator.name == RMS_NORM and not assumed.fused:
+        return max(moving, seconds_of_rows(operator.dims[0], device.processors)) + gaps
     if not operator.flops:
         return moving + gaps
     rate = _peak(operator, device)
@@ -167,22 +167,6 @@ def _weight_bytes(operator: Operator) -> int:
     return n * k * SIZES.get(operator.dtype, 0)
 
 
-def busy_part(dims: tuple[int, ...], processors: int) -> float:
-    """Return which part of what the processors could compute meanwhile a product (m, n, k) is.
-
-    Each computes tile after tile; tiles at the edges are computed whole, and in the last wave some processors idle.
-    """
-    m, n, k = dims
-    return max(_busy_part(m, n, k, rows, columns, processors) for rows, columns in TILES)
-
-
-def _busy_part(m: int, n: int, k: int, rows: int, columns: int, processors: int) -> float:
-    tiles = -(-m // rows) * -(-n // columns)
-    splits = max(1, min(processors // tiles, k // SPLIT))
-    waves = -(-tiles * splits // processors)
-    return m * n * splits / (waves * processors * rows * columns)
-
-
 def _rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
@@ -212,13 +196,13 @@ class Prices:
             if isinstance(entry, Operator):
                 run.append(entry)
                 continue
-            begins = isinstance(entry, Send) and entry.where != where  # the first message of an exchange
+            begins = isinstance(entry, (Send, Receive)) and entry.where != where  # the first message of an exchange
             if run or begins:
                 yield self._kernel(block, run, begins=begins)
                 run = []
             if isinstance(entry, Boundary):
                 block = entry.name
-            where = entry.where if isinstance(entry, (Send, Wait)) else ""
+            where = "" if isinstance(entry, (Kernel, Boundary)) else entry.where
             yield entry
         if run:
             yield self._kernel(block, run, begins=False)

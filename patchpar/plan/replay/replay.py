@@ -1,25 +1,29 @@
 """The replay of one tape per rank: a clock for each, and messages that queue for the resources of their routes.
 
 The rank whose clock is least runs its next entry. A kernel takes its seconds, and begins no earlier than the process
-has launched it. A message takes every resource of its route from when it is free, for bytes / rate, and arrives a
-latency after the last has passed it; where some messages are bulk, all others queue behind each other only. A wait sets
-the clock to the arrival; without one the rank sleeps until the message is sent.
+has launched it. A message leaves when it is sent, or, in an operation of several ranks, when its receiver has come too.
+It takes every resource of its route from when it is free, for bytes / rate, and arrives a latency after the last has
+passed it. Through resources that are faster than the slowest of the route, other messages pass at the same time. A wait
+sets the clock to the arrival; without one the rank sleeps until the message leaves.
+
+Messages that are not bulk queue behind each other only. While bulk is there too, each of both has half of the rate.
 """
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from patchpar.errors import PlanError
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
+from patchpar.plan.replay.tape import Boundary, Kernel, Leave, Operator, Receive, Send, Tape, Wait
 from patchpar.plan.replay.topology import Topology
 
 COMPUTE, LAUNCH, WAIT, STEP = "compute", "launch", "wait", "step"
 
 
 class Deadlock(PlanError):
-    """Every rank that has not ended waits for a message that nobody sends; names ranks and exchange points."""
+    """Every rank that has not ended waits for a message that nobody sends or takes; names ranks, exchange points."""
 
 
 class Interval(NamedTuple):
@@ -69,6 +73,44 @@ class _Step(NamedTuple):
     start: float
 
 
+@dataclass(slots=True)
+class _Bulk:
+    """A message that passes a resource until `end`, and arrives `latency` later."""
+
+    end: float
+    latency: float
+
+
+class _Queue:
+    """The messages that pass a resource, in the order in which they leave. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self._free = self._free_of_others = 0.0
+        self.bulk: dict[_Key, _Bulk] = {}  # that may be on its way
+
+    def behind_all(self, key: _Key, at: float, seconds: float, latency: float) -> tuple[float, float]:
+        """Let bulk pass that comes at this time; return when it begins and ends."""
+        start = max(at, self._free)
+        self._free = start + seconds
+        self.bulk[key] = _Bulk(self._free, latency)
+        return start, self._free
+
+    def beside_bulk(self, at: float, seconds: float) -> tuple[float, float]:
+        """Let another message pass; return when it begins and ends."""
+        self._free = max(at, self._free) + seconds
+        start = max(at, self._free_of_others)
+        self._free_of_others = start + seconds + (self._held_up(start, seconds) if self.bulk else 0.0)
+        return start, self._free_of_others
+
+    def _held_up(self, start: float, seconds: float) -> float:
+        """Hold bulk up; return for how long it is there too."""
+        self.bulk = {key: each for key, each in self.bulk.items() if each.end > start}
+        left = max((each.end - start for each in self.bulk.values()), default=0.0)
+        for each in self.bulk.values():
+            each.end += min(seconds, each.end - start)
+        return min(seconds, left)
+
+
 class _Replay:
     def __init__(self, tapes: Sequence[Tape], topology: Topology) -> None:
         self._tapes, self._topology = tapes, topology
@@ -76,9 +118,11 @@ class _Replay:
         self._clock, self._host = [0.0] * len(tapes), [0.0] * len(tapes)
         self._waited = [0.0] * len(tapes)
         self._steps: list[_Step | None] = [None] * len(tapes)
-        self._free: dict[str, float] = {}
-        self._free_of_bulk: dict[str, float] = {}  # of messages that are not bulk
+        self._queues: defaultdict[str, _Queue] = defaultdict(_Queue)
         self._arrivals: dict[_Key, float] = {}
+        self._operations: defaultdict[tuple[int, int], list[_Key]] = defaultdict(list)  # what a rank sends in each
+        self._held: dict[_Key, Send] = {}  # until the receiver has come
+        self._expected: set[_Key] = set()  # of which the receiver has come first
         self._asleep: dict[int, _Key] = {}
         self._intervals: list[Interval] = []
         self._heap = [(0.0, rank) for rank in range(len(tapes))]
@@ -88,23 +132,26 @@ class _Replay:
             _, rank = heapq.heappop(self._heap)
             if self._next[rank] == len(self._tapes[rank]):
                 self._step(rank, "")
-            elif self._runs(rank):
-                self._next[rank] += 1
+                continue
+            self._next[rank] += self._runs(rank)
+            if rank not in self._asleep:
                 heapq.heappush(self._heap, (self._clock[rank], rank))
         if self._asleep:
             raise Deadlock("; ".join(map(self._stuck, sorted(self._asleep))) + ": send each message before its wait")
         return Replayed(tuple(self._clock), tuple(self._waited), tuple(self._intervals))
 
     def _runs(self, rank: int) -> bool:
-        """Run the next entry of a rank; return False if it sleeps instead."""
+        """Run the next entry of a rank; return False where it waits, and comes to it again."""
         entry = self._tapes[rank][self._next[rank]]
         if isinstance(entry, Kernel):
             self._compute(rank, entry)
         elif isinstance(entry, Send):
             for peer in entry.peers:
                 self._send(rank, peer, entry)
-        elif isinstance(entry, Wait):
-            return self._wait(rank, entry)
+        elif isinstance(entry, Receive):
+            self._receive(rank, entry)
+        elif isinstance(entry, (Wait, Leave)):
+            return self._is_over(rank, entry)
         elif isinstance(entry, Operator):
             raise PlanError(f"{entry.name} of rank {rank} has no price: replay what `Prices.of` returns")
         elif isinstance(entry, Boundary) and entry.is_step:
@@ -134,38 +181,67 @@ class _Replay:
         if not 0 <= peer < len(self._tapes):
             raise PlanError(f"rank {rank} sends to rank {peer} of {len(self._tapes)}: use 0 to {len(self._tapes) - 1}")
         key = _Key(entry.number, rank, peer)
-        self._arrivals[key] = self._arrival(rank, peer, entry)
-        if self._asleep.get(peer) == key:
-            del self._asleep[peer]
-            heapq.heappush(self._heap, (self._clock[peer], peer))
+        if entry.operation:
+            self._operations[rank, entry.operation].append(key)
+            if key not in self._expected:
+                self._held[key] = entry
+                return
+        self._pass(key, entry, self._clock[rank])
 
-    def _arrival(self, rank: int, peer: int, entry: Send) -> float:
-        route = self._topology.path(rank, peer)
-        start = end = self._clock[rank]
+    def _receive(self, rank: int, entry: Receive) -> None:
+        key = _Key(entry.number, entry.sender, rank)
+        if key in self._held:
+            self._pass(key, self._held.pop(key), self._clock[rank])
+        else:
+            self._expected.add(key)
+
+    def _pass(self, key: _Key, entry: Send, at: float) -> None:
+        """Let a message leave, and wake who waits for it."""
+        self._arrivals[key] = self._arrival(key, entry, at)
+        for rank in (key.sender, key.receiver):
+            if self._asleep.get(rank) == key:
+                del self._asleep[rank]
+                heapq.heappush(self._heap, (self._clock[rank], rank))
+
+    def _arrival(self, key: _Key, entry: Send, at: float) -> float:
+        route = self._topology.path(key.sender, key.receiver)
+        end, slowest = at, max((entry.num_bytes / each.rate for each in route.resources), default=0.0)
         for resource in route.resources:
-            name, seconds = resource.name, entry.num_bytes / resource.rate
-            behind_all = max(start, self._free.get(name, 0.0))
-            self._free[name] = behind_all + seconds
+            queue, seconds = self._queues[resource.name], entry.num_bytes / resource.rate
             if entry.bulk:
-                start = behind_all
+                start, over = queue.behind_all(key, at, seconds, route.latency)
             else:
-                start = max(start, self._free_of_bulk.get(name, 0.0))
-                self._free_of_bulk[name] = start + seconds
-            end = max(end, start + seconds)
+                start, over = queue.beside_bulk(at, seconds)
+                for held_up, each in queue.bulk.items():
+                    self._arrivals[held_up] = max(self._arrivals[held_up], each.end + each.latency)
+            at, end = max(at, start + seconds - slowest), max(end, over)
         return end + route.latency
 
-    def _wait(self, rank: int, entry: Wait) -> bool:
-        key = _Key(entry.number, entry.sender, rank)
-        if key not in self._arrivals:
-            self._asleep[rank] = key
-            return False
-        late = self._arrivals[key] - self._clock[rank]
-        if late > 0:
-            self._waited[rank] += late
-            self._advance(rank, WAIT, entry.where, late, entry.kind)
-        return True
+    def _is_over(self, rank: int, entry: Wait | Leave) -> bool:
+        """Wait for messages; return whether all are here. Those that others hold up meanwhile are waited for again."""
+        until = 0.0
+        for key in self._awaited(rank, entry):
+            if key not in self._arrivals:
+                self._asleep[rank] = key
+                return False
+            until = max(until, self._arrivals[key])
+        late = until - self._clock[rank]
+        if late <= 0:
+            return True
+        self._waited[rank] += late
+        self._advance(rank, WAIT, entry.where, late, entry.kind)
+        self._clock[rank] = until
+        return False
+
+    def _awaited(self, rank: int, entry: Wait | Leave) -> Sequence[_Key]:
+        if isinstance(entry, Wait):
+            return (_Key(entry.number, entry.sender, rank),)
+        return self._operations[rank, entry.operation]
 
     def _stuck(self, rank: int) -> str:
-        entry = self._tapes[rank][self._next[rank]]
-        assert isinstance(entry, Wait)
-        return f"rank {rank} waits at {entry.where or 'a wait'} for exchange {entry.number} of rank {entry.sender}"
+        entry, key = self._tapes[rank][self._next[rank]], self._asleep[rank]
+        assert isinstance(entry, (Wait, Leave))
+        at = f"rank {rank} waits at {entry.where or 'a wait'}"
+        if isinstance(entry, Wait):
+            return f"{at} for exchange {key.number} of rank {key.sender}"
+        return f"{at} until rank {key.receiver} comes to exchange {key.number}"

@@ -5,7 +5,7 @@ A recorded tape has operators, whose time depends on the device. `price.Prices` 
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,8 @@ class Operator:
     """A call of one of torch's operators: what its kernel computes, and reads and writes if nothing is in a cache.
 
     `dims`: (m, n, k) of a matrix product, also of a convolution written as one; (queries, keys, width) of attention,
-    the queries of all heads together; empty for all others, which the memory limits.
+    the queries of all heads together; (rows, width) of an RMS norm that is one kernel; empty for all others, which the
+    memory limits.
     """
 
     name: str
@@ -51,7 +52,9 @@ class Kernel:
 class Send:
     """Sends exchange `number` to each of `peers`, as one message of `num_bytes` each. `where`: the exchange point.
 
-    `parts`: the bytes by kind, where a message has several. `bulk`: it does not hold up messages that are not.
+    `parts`: the bytes by kind, where a message has several. `bulk`: messages that are not need not queue behind it.
+    `operation`: of several ranks, as NCCL has them, counted by this one: a message leaves when its receiver has come to
+    it too (`Receive`); 0: it leaves at once.
     """
 
     number: int
@@ -61,11 +64,25 @@ class Send:
     where: str = ""
     parts: tuple[tuple[str, int], ...] = ()
     bulk: bool = False
+    operation: int = 0
 
     def to(self, *peers: int, number: int | None = None) -> "Send":
         """Return the same message to other ranks, and as another exchange if `number` is given."""
         number = self.number if number is None else number
-        return Send(number, peers, self.kind, self.num_bytes, self.where, self.parts, self.bulk)
+        return replace(self, number=number, peers=peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Comes to exchange `number` of `sender`, which leaves no earlier if it is one of an operation."""
+
+    number: int
+    sender: int
+    where: str = ""
+
+    def of(self, sender: int) -> "Receive":
+        """Return the same of another rank."""
+        return Receive(self.number, sender, self.where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,15 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """Waits until all that this rank sends in one of its operations has arrived. `where`: the exchange point."""
+
+    operation: int
+    where: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Boundary:
     """Where a block or a step begins; takes no time. `is_step`: a phase of the call, such as step 3 or decoding."""
 
@@ -91,7 +117,7 @@ class Boundary:
     is_step: bool = False
 
 
-TapeEntry = Operator | Kernel | Send | Wait | Boundary
+TapeEntry = Operator | Kernel | Send | Receive | Wait | Leave | Boundary
 Tape = tuple[TapeEntry, ...]
 
 

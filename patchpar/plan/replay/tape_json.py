@@ -5,7 +5,7 @@ import json
 import zlib
 from typing import Any
 
-from patchpar.plan.replay.tape import Boundary, Operator, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 from patchpar.plan.scalars import is_number
 
 LONGEST = 2**28
@@ -37,7 +37,12 @@ def _fields(entry: TapeEntry) -> list[Any]:
         case Operator():
             return ["o", entry.name, entry.dtype, entry.flops, entry.num_bytes, entry.dims]
         case Send():
-            return ["s", entry.number, entry.peers, entry.kind, entry.num_bytes, entry.where, entry.parts, entry.bulk]
+            kinds = entry.kind, entry.num_bytes, entry.where, entry.parts
+            return ["s", entry.number, entry.peers, *kinds, entry.bulk, entry.operation]
+        case Receive():
+            return ["r", entry.number, entry.sender, entry.where]
+        case Leave():
+            return ["l", entry.operation, entry.where, entry.kind]
         case Wait():
             return ["w", entry.number, entry.sender, entry.num_bytes, entry.where, entry.kind]
         case Boundary():
@@ -51,10 +56,18 @@ def _entry(kind: str, *fields: Any) -> TapeEntry:
         _check((flops, op_bytes, *dims), (op, dtype))
         return Operator(op, dtype, flops, op_bytes, tuple(dims))
     if kind == "s":
-        number, peers, name, num_bytes, where, parts, bulk = fields
+        number, peers, name, num_bytes, where, parts, bulk, operation = fields
         kinds, part_bytes = zip(*parts, strict=True) if parts else ((), ())
-        _check((number, *peers, num_bytes, *part_bytes), (name, where, *kinds), (bulk,))
-        return Send(number, tuple(peers), name, num_bytes, where, tuple(map(tuple, parts)), bulk)
+        _check((number, *peers, num_bytes, *part_bytes, operation), (name, where, *kinds), (bulk,))
+        return Send(number, tuple(peers), name, num_bytes, where, tuple(map(tuple, parts)), bulk, operation)
+    if kind == "r":
+        number, sender, where = fields
+        _check((number, sender), (where,))
+        return Receive(number, sender, where)
+    if kind == "l":
+        operation, where, name = fields
+        _check((operation,), (where, name))
+        return Leave(operation, where, name)
     if kind == "w":
         number, sender, num_bytes, where, name = fields
         _check((number, sender, num_bytes), (where, name))

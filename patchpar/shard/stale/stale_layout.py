@@ -13,6 +13,7 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.host_memory import free_memory
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
@@ -23,7 +24,6 @@ from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 
 MEAN_BYTES = 4  # of a number in fp32
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def check_room(layout: StaleLayout, layers: float, device: torch.device, strateg
     if free is None or ranks * expected.total <= free:
         return
     raise PlanError(
-        f"strategy {strategy} keeps {expected.held / GIB:.2f} GiB of keys and values for the next step on each rank, "
-        f"and receives {expected.arriving / GIB:.2f} GiB more, but only {free / GIB:.2f} GiB {memory} are free: use "
-        "strategy exact, which keeps none, fresh-edges:context=pooled, which keeps averages, or a smaller image"
+        f"strategy {strategy} keeps {readable_bytes(expected.held)} of keys and values for the next step on each rank, "
+        f"and receives {readable_bytes(expected.arriving)} more, but only {readable_bytes(free)} {memory} are free: "
+        "use strategy exact, which keeps none, fresh-edges:context=pooled, which keeps averages, or a smaller image"
     )

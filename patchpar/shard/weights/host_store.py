@@ -25,6 +25,7 @@ from patchpar.errors import PlanError
 from patchpar.launch.accelerators import is_accelerator, pin_host_memory, unpin_host_memory
 from patchpar.launch.host_memory import free_memory
 from patchpar.launch.rendezvous import this_host
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import uncounted
 from patchpar.shard.weights.copy_stream import CopyStream
@@ -53,8 +54,8 @@ def refuse_without_host_memory(num_bytes: int, mesh: AxisComm | None = None) -> 
         free = min((each for name, _, each in found if name == host and each is not None), default=None)
         if free is not None and need > free:
             raise PlanError(
-                f"weights=hosted keeps {need / 2**30:.1f} GiB of weights in host memory here, of which "
-                f"{free / 2**30:.1f} GiB are free: load the model in a smaller dtype, use weights=sharded on more "
+                f"weights=hosted keeps {readable_bytes(need)} of weights in host memory here, of which "
+                f"{readable_bytes(free)} are free: load the model in a smaller dtype, use weights=sharded on more "
                 "devices, or free some memory"
             )
 

@@ -15,6 +15,7 @@ from patchpar.comm.transport import register_memory, unregister_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.remote_errors import say_changes_left
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_segment import HostSegment
@@ -31,9 +32,9 @@ def refuse_whole(mesh: AxisComm, kind: str, num_bytes: int) -> None:
     device = mesh[0].transport.device
     free = free_bytes(device)
     if not every_rank_has(mesh, "memory for whole weights", free is None or num_bytes <= free):
-        have = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+        have = "unknown" if free is None else readable_bytes(free)
         raise PlanError(
-            f"the blocks of {kind} take {num_bytes / 2**30:.1f} GiB when they are whole, more than is free on a "
+            f"the blocks of {kind} take {readable_bytes(num_bytes)} when they are whole, more than is free on a "
             f"device ({device} has {have}): call methods that need whole weights on diffusers' own pipeline "
             "before it is made parallel, load the model in a smaller dtype, or close the pipeline"
         )

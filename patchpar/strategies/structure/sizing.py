@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from patchpar.errors import PlanError
 from patchpar.models.info import PipelineInfo
+from patchpar.plan.byte_sizes import readable_bytes
 
 LARGE = 1.5  # times the native size, on both sides: from there on a denoiser repeats objects
 COPIES = 12
 """Copies in fp32 of the latents of all guidance branches that a rank holds at most in a step."""
-GIB = 2**30
 
 
 def scale_of(side: int, native: int) -> int:
@@ -91,7 +91,7 @@ class MemoryEstimate:
         return cls(latents=latents, decoding=pixels * model.decoded_bytes)
 
     def __str__(self) -> str:
-        return f"{self.latents / GIB:.2g} GiB of latents on each rank, {self.decoding / GIB:.2g} GiB to decode them"
+        return f"{readable_bytes(self.latents)} of latents on each rank, {readable_bytes(self.decoding)} to decode them"
 
 
 def check_room(model: PipelineInfo, size: tuple[int, int], branches: int, *, ranks: int, free: int | None) -> None:
@@ -103,6 +103,6 @@ def check_room(model: PipelineInfo, size: tuple[int, int], branches: int, *, ran
     height, width = (max(unit, int(side * shrunk) // unit * unit) for side in size)
     each = "rank" if ranks == 1 else "ranks"
     raise PlanError(
-        f"{size[0]} x {size[1]} pixels need about {need / GIB:.1f} GiB for their latents on {ranks} {each}, but only "
-        f"{free / GIB:.1f} GiB are free: ask for at most {height} x {width}"
+        f"{size[0]} x {size[1]} pixels need about {readable_bytes(need)} for their latents on {ranks} {each}, but only "
+        f"{readable_bytes(free)} are free: ask for at most {height} x {width}"
     )
