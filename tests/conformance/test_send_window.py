@@ -20,6 +20,7 @@ from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.stale import send_window
 from patchpar.shard.stale.correction import OwnPast
 from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
+from patchpar.shard.stale.workspace import Workspace
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_strategies import ThreadRank
@@ -171,7 +172,7 @@ def test_branches_of_guidance_in_turns_change_no_bit(monkeypatch: pytest.MonkeyP
 
 def test_an_exchange_that_nobody_waits_for_is_over_before_its_memory_is_used_again_and_at_the_end() -> None:
     events: list[str] = []
-    window = SendWindow(send_window.ReceiveMemory())
+    window = SendWindow([Workspace() for _ in range(NUM_BUFFERS)])
     for name in range(NUM_BUFFERS + 2):
         window.add(
             send_window.LateExchange(

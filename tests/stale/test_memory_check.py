@@ -17,7 +17,7 @@ from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.stale.cache import StaleBytes
-from patchpar.shard.stale.send_window import NUM_BUFFERS, ReceiveMemory
+from patchpar.shard.stale.send_window import NUM_BUFFERS
 from patchpar.shard.stale.stale_layout import StaleLayout, expected_bytes
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.workspace import Workspace
@@ -76,12 +76,12 @@ def test_a_layer_that_sends_late_stores_what_its_layout_says(strategy: str, rank
     early = StaleLayout(context, axis, grid, (2, 2, 3, 8), 4, common=2)
     layout = replace(early, may_wait=True)
     here = KeysValues(*torch.randn(2, 2, grid.num_tokens(rank) + 2, 3, 8))
-    state, memory = LateTokens(layout, here.k_BlND, Workspace()), ReceiveMemory()
+    state, buffers = LateTokens(layout, here.k_BlND, Workspace()), [Workspace() for _ in range(NUM_BUFFERS)]
     state.remember(state.write_fresh(here), torch.ones(()), continues=False)
     for index in range(2 * NUM_BUFFERS):
-        state.receive_into(memory.of(index), torch.ones(()))
+        state.receive_into(buffers[index % NUM_BUFFERS], torch.ones(()))
     assert StaleBytes(num_bytes(state.tensors()), num_bytes(state.arriving())) == layout.num_bytes
-    assert num_bytes(memory.tensors()) == layout.window_bytes
+    assert num_bytes(x for buffer in buffers for x in buffer.tensors()) == layout.window_bytes
     assert expected_bytes(layout, 50).total < 0.6 * expected_bytes(early, 50).total
 
 
