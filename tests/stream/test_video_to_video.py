@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import struct
 import threading
 import time
@@ -29,6 +31,7 @@ from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
+from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_live_inputs import until
 from tests.stream.test_session import COURSE, FORMAT, Ranks
@@ -37,6 +40,7 @@ from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, speech, stream, vae
 HEIGHT, WIDTH, PER_LATENT = 2 * ROWS, 2 * COLUMNS, 2
 BLOCKS = 4
 COUNT = 1 + PER_LATENT * (BLOCKS * FRAMES - 1)
+FINE = {"qmin": "1", "qmax": "1"}
 
 
 def images(seed: int = 0) -> Tensor:
@@ -149,11 +153,11 @@ def test_a_level_scales_the_steps() -> None:
             schedule.begun_at(wrong)
 
 
-def write_video(path: Path, fps: int, count: int, **form: str) -> Path:
+def write_video(path: Path, fps: int, count: int, codec: str = "libx264", options: Any = None, **form: str) -> Path:
     """Frame n has brightness 10 n."""
     with av.open(str(path), "w", **form) as container:
-        track: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "1"})
-        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        track: Any = container.add_stream(codec, rate=Fraction(fps), options=options or {"crf": "1"})
+        track.width, track.height, track.pix_fmt = 64, 48, "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for number in range(count):
             frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24")
             container.mux(track.encode(frame))
@@ -191,6 +195,49 @@ def test_a_file_without_times_is_shown_at_its_rate(tmp_path: Path) -> None:
     assert shades(path, 10) == list(range(8))
     assert shades(path, 5) == [0, 2, 4, 6]
     assert ImageFrames.of(path, None).fps == 10
+
+
+@pytest.mark.parametrize(("codec", "options"), [("libx264", None), ("mpeg4", {"bf": "2", **FINE}), ("mjpeg", FINE)])
+def test_frames_of_avi_are_shown_in_their_order(codec: str, options: dict[str, str], tmp_path: Path) -> None:
+    """AVI has no times of frames that are decoded out of their order, as with B-frames, and FFmpeg invents some."""
+    path = write_video(tmp_path / "a.avi", fps=10, count=8, codec=codec, options=options)
+    assert shades(path, 10) == list(range(8))
+    assert shades(path, 5) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size_at", "unknown"), [("mkv", 44, b"\x01" + 7 * b"\xff"), ("avi", 4, 4 * b"\xff")]
+)
+def test_a_file_that_was_cut_off_is_refused(suffix: str, size_at: int, unknown: bytes, tmp_path: Path) -> None:
+    """FFmpeg reads what is left as if it were all. The controls: the whole file, and one that states no length."""
+    path = write_video(tmp_path / f"a.{suffix}", fps=10, count=8)
+    data = path.read_bytes()
+    assert len(shades(path, 10)) == len(shades(io.BytesIO(data), 10)) == 8
+    cut = data[: len(data) - 100]
+    path.write_bytes(cut)
+    with av.open(str(path)) as container:
+        assert list(container.decode(video=0)), "no error"
+    for video in (path, io.BytesIO(cut)):
+        with pytest.raises(
+            PlanError, match=rf"cannot be read: it was cut off, and has {len(cut)} of {len(data)} bytes"
+        ):
+            next(frames_from(video, 10, HEIGHT, WIDTH))
+    with pytest.raises(PlanError, match=r"it was cut off"):
+        ImageFrames.of(path, None)
+    path.write_bytes(cut[:size_at] + unknown + cut[size_at + len(unknown) :])
+    assert shades(path, 10)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_ends_with_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.mkv"
+    writer = VideoWriter(str(path), VideoFormat(fps=10, height=64, width=64, container="matroska"))
+    writer.add(torch.randint(0, 256, (50, 64, 64, 3), dtype=torch.uint8), 0.0)
+    writer.close()
+    frames = frames_from(path, 10, HEIGHT, WIDTH)
+    next(frames)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(PlanError, match="it was cut off"):
+        list(frames)
 
 
 def test_the_last_frame_of_a_file_is_shown_as_long_as_it_says(tmp_path: Path) -> None:
