@@ -31,7 +31,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Prompt, Reference
@@ -79,10 +79,14 @@ def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 class StreamJournal:
-    """Records one stream in the file `path`. Raises PlanError if it cannot be written."""
+    """Records one stream in the file `path`. `error`: why it ends before the stream, or None.
+
+    Raises PlanError if it cannot be written.
+    """
 
     def __init__(self, path: Path, origin: JournalHeader, *, limit: int = LIMIT) -> None:
         self._path, self._limit, self._epoch = path, limit, -1
+        self.error: PatchparError | None = None
         self.blocks = self._size = 0
         try:
             kept = kept_options(origin.options)
@@ -141,7 +145,8 @@ class StreamJournal:
         return True
 
     def _give_up(self, why: str) -> None:
-        log.warning("%s ends after %d blocks: %s; the stream continues", self._path, self.blocks, why)
+        self.error = PatchparError(f"{self._path} ends after {self.blocks} blocks: {why}")
+        log.warning("%s; the stream continues", self.error)
         self.close()
 
 

@@ -263,6 +263,11 @@ class FrameOutputs:
         return replace(self, videos=(stack.enter_context(video),))
 
     @property
+    def saved(self) -> list[Path]:
+        """The path of the file, unless its disk is full."""
+        return [video.path for video in self.videos if video.full is None]
+
+    @property
     def all(self) -> list[FrameOutput]:
         """All outputs. Each gets every frame."""
         return [*self.live, *self.videos]
