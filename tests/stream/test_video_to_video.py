@@ -305,6 +305,24 @@ def test_the_last_block_is_filled_up() -> None:
     until(lambda: source.is_over(2))
 
 
+def test_a_video_whose_end_is_noticed_between_two_questions_has_no_empty_block() -> None:
+    """Its thread may find the end after a block was found not to be the last, and before its frames are asked for."""
+    read_on = threading.Event()
+
+    def three() -> Iterator[Tensor]:
+        yield from torch.zeros(3, 2, 2, 3, dtype=torch.uint8)
+        assert read_on.wait(10)
+
+    source, ended = VideoSource(three(), frames_of), threading.Event()
+    source.begin(lambda: ended.set() if source.is_over(1) else None)
+    until(lambda: source.is_here(0))
+    source.take(0)
+    assert not source.is_over(1)
+    read_on.set()
+    assert ended.wait(10), "the driver looks again"
+    assert not source.is_here(1), "no block begins"
+
+
 def test_a_video_is_read_two_blocks_ahead_and_no_further() -> None:
     read = list[int]()
 
