@@ -545,9 +545,10 @@ def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None
     assert decades is not None
     assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
     assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
-    for seconds in (0, -1, float("nan"), 1e10, float("inf")):
+    assert FORMAT.blocks(torch.tensor(1.0)) == FORMAT.blocks(1)  # type: ignore[arg-type]
+    for seconds in (0, -1, float("nan"), 1e10, float("inf"), True, "3", [3]):
         with pytest.raises(PlanError, match="above 0, and at most 1e"):
-            FORMAT.blocks(seconds)
+            FORMAT.blocks(seconds)  # type: ignore[arg-type]
 
 
 def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
