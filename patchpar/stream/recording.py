@@ -1,5 +1,6 @@
 """Reading a recording for replay: the header, and the inputs of each block."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,10 +134,9 @@ def _lines(path: Path) -> list[str]:
     """All complete lines. Raises PlanError."""
     try:
         with path.open("rb") as file:
-            data = file.read(LIMIT + 1)
-        if len(data) > LIMIT:
-            raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
-        return data.decode("utf-8").split("\n")[:-1] or [""]
+            if os.fstat(file.fileno()).st_size > LIMIT:
+                raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
+            return file.read().decode("utf-8").split("\n")[:-1] or [""]
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read as the recording of a stream: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,9 @@ from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.journal import JournalHeader, StreamJournal, as_update, as_words
-from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
-from patchpar.stream.recording import StreamRecording
+from patchpar.stream.journal import LIMIT, JournalHeader, StreamJournal, as_update, as_words
+from patchpar.stream.messages import BeginBlock, LostStage, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
+from patchpar.stream.recording import RecordedAudio, StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SPEECH
 from tests.stream.tiny import STREAM, write_folder
@@ -176,6 +177,34 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     assert wishes[0] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
 
 
+def test_a_block_is_read_as_it_was_noted(tmp_path: Path) -> None:
+    """But audio beyond the limits of its 16 bits, which is played at these."""
+    path, lost = tmp_path / "a.jsonl", (LostStage(block=0, start=1, stop=2, decodes=True, refills=False),)
+    output, frames = arrived(0)
+    output = replace(output, samples=torch.tensor([2.0, -2.0, 0.5]), produced=replace(output.produced, lost=lost))
+    StreamJournal(path, origin()).note(output, frames)
+    (block,) = StreamRecording.read(path).blocks
+    assert block.lost == lost
+    heard, samples = RecordedAudio((block,)).take(0)
+    assert torch.equal(heard, output.begun.inputs[0])
+    assert samples[:2].tolist() == [1.0, -1.0]
+    assert samples[2] == pytest.approx(0.5, abs=1 / 32767)
+
+
+def test_a_recording_may_be_as_long_as_its_limit(tmp_path: Path) -> None:
+    """And no byte longer."""
+
+    def blocks(limit: int) -> int:
+        journal = StreamJournal(tmp_path / "a.jsonl", origin(), limit=limit)
+        for block in range(3):
+            journal.note(*arrived(block))
+        return journal.blocks
+
+    blocks(10**6)
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert (blocks(size), blocks(size - 1)) == (3, 2)
+
+
 def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     journal = StreamJournal(path, origin(), limit=4000)
@@ -211,6 +240,10 @@ def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, capl
     assert json.loads(path.read_text())["options"] == {"torch_dtype": "bfloat16", "variant": "fp16"}
     assert "does not store the options token, trust_remote_code, vae" in caplog.text
     assert "hf_secret" not in path.read_text() + caplog.text
+    caplog.clear()
+    StreamJournal(path, with_options(dtype="float16")).close()
+    assert json.loads(path.read_text())["options"] == {"torch_dtype": "float16"}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "load"}, {"torch_dtype": 3}, {"variant": "../x"}])
@@ -221,11 +254,19 @@ def test_a_dtype_or_variant_that_is_none_is_written_nowhere(tmp_path: Path, opti
 
 
 def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
-    """Also where a file of that name was there before."""
-    (tmp_path / "old.jsonl").touch(mode=0o644)
+    """Also where a longer file of that name was there before, but for a pipe: devices are for all."""
+    (tmp_path / "old.jsonl").write_text("old\n" * 1000)
+    (tmp_path / "old.jsonl").chmod(0o644)
     for name in ("new.jsonl", "old.jsonl"):
         StreamJournal(tmp_path / name, origin()).close()
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        assert len((tmp_path / name).read_text().splitlines()) == 1
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").chmod(0o620)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    StreamJournal(tmp_path / "pipe", origin()).close()
+    os.close(reader)
+    assert stat.S_IMODE((tmp_path / "pipe").stat().st_mode) == 0o620
 
 
 @pytest.mark.parametrize(
@@ -274,3 +315,6 @@ def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
         StreamRecording.read(tmp_path / "a.jsonl")
     with pytest.raises(PlanError, match="cannot be read as the recording"):
         StreamRecording.read(tmp_path)
+    os.truncate(tmp_path / "a.jsonl", LIMIT + 1)
+    with pytest.raises(PlanError, match=f"more than {LIMIT} bytes"):
+        StreamRecording.read(tmp_path / "a.jsonl")

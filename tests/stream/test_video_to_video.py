@@ -148,8 +148,9 @@ def test_a_level_scales_the_steps() -> None:
     schedule = FlowSchedule(sigmas=(1.0, 0.5, 0.0), sampler="renoise")
     assert schedule.begun_at(0.6).sigmas == (0.6, 0.3, 0.0)
     assert schedule.begun_at(None) is schedule
-    for wrong in (0.0, 1.1, -1.0):
-        with pytest.raises(PlanError, match=f"strength={wrong}: it must be above 0, and at most 1"):
+    wrong: Any
+    for wrong in (0.0, 1.1, -1.0, True, "half"):
+        with pytest.raises(PlanError, match=f"strength={wrong!r}: it must be above 0, and at most 1"):
             schedule.begun_at(wrong)
 
 
