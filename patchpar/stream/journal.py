@@ -189,7 +189,7 @@ def _packed(x: Tensor) -> dict[str, Any]:
 
 
 def unpacked(packed: Any) -> Tensor:
-    """Restore a tensor of any shape, of at most MOST_DIMS dims. Raises PlanError, KeyError, TypeError."""
+    """Restore a tensor of at most MOST_DIMS dims, not an empty one. Raises PlanError, KeyError, TypeError, ValueError."""
     dtype = _DTYPES[packed["dtype"]]
     shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
     size = math.prod(shape) * dtype.itemsize
@@ -203,7 +203,7 @@ def unpacked(packed: Any) -> Tensor:
         raise PlanError(f"a tensor whose bytes cannot be read: {error}") from error
     if len(raw) != size:
         raise PlanError(f"a tensor whose shape needs {size} bytes has more or fewer")
-    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
 _DTYPES = {name: getattr(torch, name) for name in (*DTYPES, "uint8", "int16", "int32", "int64")}

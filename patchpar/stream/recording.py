@@ -61,10 +61,8 @@ class StreamRecording:
         return cls(origin=origin, blocks=blocks)
 
     def runs(self, ranks: int) -> tuple[StreamRun, ...]:
-        """Return one run for each epoch in which all begins anew."""
+        """Return one run for each epoch in which all begins anew; it ends where the next begins."""
         rows, columns = self.origin.size
-        starts = [block.block for block in self.blocks if block.adapt_sink is not None]
-        ends = dict(zip(starts, [*starts[1:], len(self.blocks)], strict=True))
         return tuple(
             StreamRun(
                 ranks=ranks,
@@ -73,7 +71,7 @@ class StreamRecording:
                 columns=columns,
                 first_block=block.block,
                 adapt_sink=block.adapt_sink,
-                lost=tuple(lost for each in self.blocks[block.block : ends[block.block]] for lost in each.lost),
+                lost=tuple(lost for each in self.blocks[block.block :] for lost in each.lost),
             )
             for block in self.blocks
             if block.adapt_sink is not None

@@ -17,7 +17,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import OutputBlock
-from patchpar.stream.events import Parameter, Reference
+from patchpar.stream.events import Parameter, Prompt, Reference
 from patchpar.stream.journal import LIMIT, JournalHeader, StreamJournal, as_update, as_words
 from patchpar.stream.messages import BeginBlock, LostStage, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
 from patchpar.stream.recording import RecordedAudio, StreamRecording
@@ -156,6 +156,39 @@ def test_every_change_survives(update: Any) -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize(
+    ("update", "name"),
+    [
+        (Prompt(text=noise(1, 2, 3)), "text"),
+        (ReferenceUpdate(image=FACE), "image"),
+        (Reference(latents=noise(1, 4, 1, 2, 2)), "latents"),
+        (Reference(latents=noise(1, 4, 1, 2, 2)), "video"),
+    ],
+)
+def test_what_has_to_be_a_tensor_is_one(update: Any, name: str) -> None:
+    """None only where a change may have none."""
+    for value in ("a", None)[: 1 + (name != "video")]:
+        with pytest.raises(PlanError, match=f"{name}={value!r}: it must be a tensor"):
+            as_update({**as_words(update), name: value})
+
+
+def test_a_recording_fits_a_model_of_its_shapes(tmp_path: Path) -> None:
+    StreamJournal(tmp_path / "a.jsonl", origin()).note(*arrived(0, COURSE, 0, ReferenceUpdate(image=FACE)))
+    recording = StreamRecording.read(tmp_path / "a.jsonl")
+    (block,) = recording.blocks
+    recording.check_fits((4, 6), (1, 2, 3, 4))
+    small = (ReferenceUpdate(image=FACE[:4]),)
+    for changed, heard, message in (
+        (block, None, "audio of another shape"),
+        (block, (1, 2, 3, 5), "audio of another shape"),
+        (replace(block, audio=None), (1, 2, 3, 4), "has no audio samples"),
+        (replace(block, audio=torch.zeros(2, 200)), (1, 2, 3, 4), "has no audio samples"),
+        (replace(block, updates=small), (1, 2, 3, 4), r"a reference of \(4, 12, 3\), but the stream takes \(8, 12, 3"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            replace(recording, blocks=(changed,)).check_fits((4, 6), heard)
+
+
 def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     """A worker died before block 4: the recording has two courses, and the second begins with what held then."""
     path, ranks = tmp_path / "a.jsonl", Ranks((0, 4))
@@ -248,7 +281,7 @@ def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, capl
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "load"}, {"torch_dtype": 3}, {"variant": "../x"}])
 def test_a_dtype_or_variant_that_is_none_is_written_nowhere(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=next(iter(options))):
+    with pytest.raises(PlanError, match=f"record=.*{next(iter(options))}"):
         StreamJournal(tmp_path / "a.jsonl", with_options(**options))
     assert not (tmp_path / "a.jsonl").exists()
 
@@ -300,6 +333,10 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
     [
         ("", "its first line is no header"),
         ("[]\n", "its first line is no header"),
+        (json.dumps({**ORIGIN, "model": 3}) + "\n", "model=3: it must be a text"),
+        (json.dumps({**ORIGIN, "seed": 2**64}) + "\n", "seed=18446744073709551616: it must be"),
+        (json.dumps({**ORIGIN, "size": [2**40, 6]}) + "\n", "rows=1099511627776: it must be"),
+        (json.dumps({**ORIGIN, "versions": {"torch": "\x1b[2J"}}) + "\n", "must be package names with their versions"),
         ('{"format": 9}\n', "has format 9, and this patchpar reads format 1"),
         ('{"format": 1}\n', "line 1: the header is invalid"),
         (json.dumps(ORIGIN) + "\n", "has no block"),
@@ -307,6 +344,12 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
         (json.dumps(ORIGIN) + '\n{"block": 1, "epoch": 0, "frames": ""}\n', "a line is missing"),
         (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "updates": [{"kind": "x"}]}\n', "line 2 is no"),
         (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "colour": 1}\n', "line 2 is no"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": ""}\n', "has no block"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": 3}\n', "frames=3: it must be"),
+        (
+            json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "adapt_sink": 1}\n',
+            "adapt_sink=1: it must be",
+        ),
     ],
 )
 def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
