@@ -189,7 +189,7 @@ def _packed(x: Tensor) -> dict[str, Any]:
 
 
 def unpacked(packed: Any) -> Tensor:
-    """Restore a tensor of at most MOST_DIMS dims, not an empty one. Raises PlanError, KeyError, TypeError, ValueError."""
+    """Restore a tensor of at most MOST_DIMS dims that has values. Raises PlanError, KeyError, TypeError, ValueError."""
     dtype = _DTYPES[packed["dtype"]]
     shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
     size = math.prod(shape) * dtype.itemsize

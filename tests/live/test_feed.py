@@ -52,6 +52,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 1000.0)
 
 
+def test_without_an_image_none_is_sent() -> None:
+    feed = ImageFeed()
+    feed.close()
+    assert b"".join(read(feed.parts())) == b"--patchpar-image--\r\n"
+
+
+def test_a_new_browser_begins_with_the_newest_key_frame() -> None:
+    """Also where all are still stored."""
+    feed = VideoFeed(kept=4)
+    for number in range(3):
+        feed.put(HEAD, block(number))
+    feed.close()
+    assert read(feed.parts()) == [b"head ", b"2.0 ", b"2.1 ", b"2.2 "]
+
+
 @pytest.mark.usefixtures("patient")
 def test_images_are_seen_as_they_come() -> None:
     """The last one comes twice: a browser shows an image when the next begins."""

@@ -23,7 +23,7 @@ from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.driver import OutputBlock, StreamLimits
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -348,6 +348,26 @@ def test_speakers_stay_where_they_are_under_another_reference() -> None:
     (update,) = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
     assert torch.equal(update.image, IMAGE + 1)
     assert update.masks is masks
+
+
+def test_no_frame_is_held_while_the_ranks_are_well() -> None:
+    with session(Ranks(), blocks=None, hold=0.001).begin() as stream:
+        next(stream)
+        assert stream._on_timeout() is None
+        stream._driver.status = "degraded"
+        held = stream._on_timeout()
+        assert held is not None
+        assert held.is_held
+
+
+def test_a_new_decoder_s_first_frame_is_shown_twice() -> None:
+    """It gives one for its first latent frame, in the place of two."""
+    stream, frames = session(Ranks()), torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 8, 12, 3)
+    produced, begun = ProducedBlock(block=2, frames=frames, seconds=0.1, sink=None), BeginBlock(inputs=(), updates=())
+    stream._deliver(OutputBlock(produced=produced, begun=begun, samples=None, run=COURSE, epoch=1))
+    chunk = stream._outputs.take()
+    assert chunk.frames[:, 0, 0, 0].tolist() == [0, 0, 1, 2]
+    assert (chunk.block, chunk.epoch, chunk.latency, chunk.pts) == (2, 1, 0.1, 7 / 20)
 
 
 def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:

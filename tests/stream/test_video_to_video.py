@@ -292,17 +292,17 @@ def quarter_turn(path: Path) -> Path:
 
 
 def test_the_last_block_is_filled_up() -> None:
-    def seven() -> Iterator[Tensor]:
-        for number in range(7):
+    def six() -> Iterator[Tensor]:
+        for number in range(6):
             yield torch.full((2, 2, 3), number, dtype=torch.uint8)
 
-    source = VideoSource(seven(), frames_of)
+    source = VideoSource(six(), frames_of)
     source.begin(lambda: None)
     until(lambda: source.is_here(0))
     assert [int(frame[0, 0, 0]) for frame in source.take(0)] == [0, 1, 2]
     assert not source.is_over(1)
     until(lambda: source.is_here(1))
-    assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 6]
+    assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 5]
     until(lambda: source.is_over(2))
 
 
@@ -362,6 +362,23 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
             next(stream)
     assert taken == [block for block, _ in ranks.begun] == [0, 1, 2]
     assert stream.status == "failed"
+
+
+def test_frames_before_an_error_are_taken() -> None:
+    """Also where the error comes between two blocks: the stream does not end as if the video did."""
+
+    def seven() -> Iterator[Tensor]:
+        yield from torch.zeros(7, 2, 2, 3, dtype=torch.uint8)
+        raise ValueError("the camera is gone")
+
+    source, failed = VideoSource(seven(), frames_of), threading.Event()
+    source.begin(lambda: failed.set() if source._error is not None else None)
+    assert failed.wait(10)
+    assert [len(source.take(block)) for block in (0, 1)] == [3, 4]
+    assert not source.is_over(2)
+    assert source.is_here(2)
+    with pytest.raises(ValueError, match="the camera is gone"):
+        source.take(2)
 
 
 def test_a_video_that_stalls_holds_up_neither_chunks_nor_the_end() -> None:
