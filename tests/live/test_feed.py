@@ -58,6 +58,20 @@ def test_without_an_image_none_is_sent() -> None:
     assert b"".join(read(feed.parts())) == b"--patchpar-image--\r\n"
 
 
+def test_what_comes_just_before_the_end_is_sent() -> None:
+    """After a browser has found nothing new, and before it finds that the feed is over."""
+
+    class Ending(VideoFeed):
+        def _next(self, number: int) -> tuple[int, Mp4Fragment] | None:
+            found = super()._next(number)
+            if found is None and not self.is_over:
+                self.put(HEAD, block(0))
+                self.close()
+            return found
+
+    assert read(Ending().parts()) == [b"head ", b"0.0 ", b"0.1 ", b"0.2 "]
+
+
 def test_a_new_browser_begins_with_the_newest_key_frame() -> None:
     """Also where all are still stored."""
     feed = VideoFeed(kept=4)

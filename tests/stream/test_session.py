@@ -351,13 +351,14 @@ def test_speakers_stay_where_they_are_under_another_reference() -> None:
 
 
 def test_no_frame_is_held_while_the_ranks_are_well() -> None:
-    with session(Ranks(), blocks=None, hold=0.001).begin() as stream:
-        next(stream)
+    """One that is held has no audio, which was heard."""
+    with session(Ranks(), blocks=None, hold=0.001, track=whole(noise(2000))).begin() as stream:
+        assert next(stream).audio is not None
         assert stream._on_timeout() is None
         stream._driver.status = "degraded"
         held = stream._on_timeout()
         assert held is not None
-        assert held.is_held
+        assert (held.is_held, held.audio) == (True, None)
 
 
 def test_a_new_decoder_s_first_frame_is_shown_twice() -> None:

@@ -364,6 +364,25 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
     assert stream.status == "failed"
 
 
+def test_a_block_begins_when_its_frames_have_come() -> None:
+    """Not at the next frame, nor at the end of the video: a camera is as slow as time."""
+    ranks, taken, were_taken = Ranks(), threading.Event(), list[bool]()
+
+    def slow() -> Iterator[Tensor]:
+        frame = torch.zeros(FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+        yield frame
+        assert ranks.idle.wait(10)
+        yield from [frame] * (FORMAT.frames_of(0) - 1)
+        were_taken.append(taken.wait(10))
+
+    frames = FrameSources(video=VideoSource(slow(), FORMAT.frames_of))
+    with StreamSession(ranks.run, (COURSE,), StreamLimits(credit=3), FORMAT, StreamDelivery(), None, frames) as stream:
+        next(stream.begin())
+        taken.set()
+        assert list(stream) == []
+    assert were_taken == [True]
+
+
 def test_frames_before_an_error_are_taken() -> None:
     """Also where the error comes between two blocks: the stream does not end as if the video did."""
 
