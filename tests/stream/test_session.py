@@ -36,6 +36,7 @@ from patchpar.stream.messages import (
     ReferenceUpdate,
     StreamRun,
 )
+from patchpar.stream.realtime_clock import RealtimeClock
 from patchpar.stream.session import StreamSession
 from tests.stream.tiny import AUDIO, FRAMES, sink
 from tests.tensors import elsewhere, noise
@@ -794,6 +795,26 @@ def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCa
         assert stream.behind > 0.5
         (record,) = caplog.records
     assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
+
+
+@pytest.mark.parametrize(("output", "warns"), [("block", True), ("skip_to_live", False)])
+def test_who_drops_chunks_is_not_told_that_they_come_late(
+    output: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock hears of what was dropped, and goes on live at once."""
+
+    class Late(RealtimeClock):
+        dropped, behind = 0, 0.0  # type: ignore[assignment]
+
+        def due(self, pts: float, now: float, dropped: int) -> float:
+            self.dropped, self.behind = dropped, 9.0  # type: ignore[misc]
+            return now
+
+    with session(Ranks(), blocks=4, pace="realtime", output=output).begin() as stream:
+        stream._clock, stream._outputs.dropped = Late(), 3
+        next(stream)
+        assert stream._clock.dropped >= 3
+    assert bool(caplog.records) == warns
 
 
 def test_a_stream_may_go_on_while_it_is_decided_when_a_chunk_is_due() -> None:

@@ -30,7 +30,7 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
+from patchpar.stream.video_source import FrameSources, LiveVideo, VideoSource, frames_from
 from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_live_inputs import until
@@ -381,6 +381,29 @@ def test_a_block_begins_when_its_frames_have_come() -> None:
         taken.set()
         assert list(stream) == []
     assert were_taken == [True]
+
+
+def test_a_block_waits_for_the_frames_of_its_video_and_of_its_poses() -> None:
+    def source(count: int) -> VideoSource:
+        found = VideoSource(iter(torch.zeros(count, 2, 2, 3, dtype=torch.uint8)), frames_of)
+        found._waiting.extend(found._frames)
+        return found
+
+    whole, half = source(3), source(2)
+    assert FrameSources(video=whole, pose=whole).is_here(0)
+    for frames in (FrameSources(video=half, pose=whole), FrameSources(video=whole, pose=half)):
+        assert not frames.is_here(0)
+        assert frames.read_ahead == [frames.video, frames.pose]
+
+
+def test_a_stream_that_is_over_takes_no_frame() -> None:
+    frames = FrameSources(video=LiveVideo(FORMAT.frames_of))
+    stream = StreamSession(Ranks().run, (COURSE,), StreamLimits(credit=1), FORMAT, StreamDelivery(), None, frames)
+    image = torch.zeros(FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+    with stream.begin():
+        stream.push_frame(image)
+    with pytest.raises(PlanError, match="this stream is cancelled"):
+        stream.push_frame(image)
 
 
 def test_frames_before_an_error_are_taken() -> None:
