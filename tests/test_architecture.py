@@ -96,9 +96,8 @@ MAY_INTERCEPT = {
     "models.dry_run.empty_pipeline": ("random values of weights that have none", {"mode"}),
     "models.dry_run.meta_mode": ("every operator of a call without values", {"mode"}),
     "pipeline.planner.cuts_without_values": ("what each operator of a call without values reads", {"mode"}),
-    "shard.unet.fourier": ("Fourier transforms of whole maps", {"mode"}),
+    "shard.unet.whole_maps": ("Fourier transforms of whole maps, which a first call finds", {"mode"}),
     "shard.foreign.functions": ("what foreign code calls in a call of a network", {"mode"}),
-    "shard.unet.transforms": ("transforms in a first call", {"mode"}),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = ("comm.transport", "launch")

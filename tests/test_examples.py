@@ -31,7 +31,7 @@ from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
 from tests.test_readme import PAGES, REPOSITORY, RUNNABLE, name, python_blocks
 
 BLOCKS = [(page, number) for page in PAGES for number in range(len(python_blocks(page, runnable=False)))]
-NEED_RANKS = ("parallel-vae", "structure-guidance", "launching")
+NEED_RANKS = ("parallel-vae", "structure-guidance", "jobs")
 """Pages whose blocks name ranks or what they exchange, or open other pipelines: only with workers are they right."""
 WITH_WORKERS = [
     page

@@ -75,7 +75,7 @@ def test_the_model_knows_its_words(name: str) -> None:
 def test_they_are_collected_everywhere() -> None:
     sources = {each.source for each in documented_prompts()}
     wanted = {"Makefile", "README.md", "app", "--help", "pipelines/scenes.py", "notebooks/first-image.ipynb"}
-    assert wanted | {"docs/howto/serve.md", "docs/launching.md", "docs/embedded-model.md"} <= sources
+    assert wanted | {"docs/howto/serve.md", "docs/jobs.md", "docs/launching.md", "docs/embedded-model.md"} <= sources
     assert {each.model for each in PROMPTS} == {"embedded", "embedded-dit"}
     assert any(each.has_structure for each in PROMPTS)
     assert {each.seed for each in PROMPTS} > {0}

@@ -199,7 +199,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     for row in written("quality-dit", "256 x 256 pixels, 20 steps, flow"):
         if row["stale"] and "frozen" not in row["method"]:
             method = re.sub(r"[:,]warmup_steps=1", "", row["method"].split(" (")[0])
-            page = "docs/plan.md" if method.startswith("piped") else "docs/tokens.md"
+            page = "docs/stages.md" if method.startswith("piped") else "docs/tokens.md"
             yield page, f"`{method}`"
             yield page, f"| {float(row['PSNR, dB']):.1f} dB | {float(row['stale']):.1f} MB |"
 

@@ -219,7 +219,7 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         [Figures("volumes", "held", {"image": "1024²", "strategy": "displaced|fresh-edges"}, 1e-3)],
     ),
     (
-        "howto/serve",
+        "howto/operate-a-server",
         rf"at 0\.6 of what they can do one by one, `deadline` meets {NUMBER}% of the deadlines, all with suspension, "
         rf"and `latency`, which takes fewer requests than come there, {NUMBER}%; at 0\.3, {NUMBER}%, all and {NUMBER}%"
         rf"\. `throughput` ends {NUMBER} requests per minute at 0\.9, and `latency` {NUMBER}\.",

@@ -68,10 +68,13 @@ CONCEPTS = (
     "structure-guidance",
     "parallel-vae",
     "streaming",
+    "weights",
+    "stages",
 )
 HOW_TOS = (
     "first-image",
     "serve",
+    "operate-a-server",
     "several-machines",
     "ray",
     "lora-and-controlnet",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from benchmarks.page import publish
 from benchmarks.parity import parsed
-from patchpar.shard.attention.partial import Partial, attend, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SHAPE = (2, 8, 1024, 64)  # batch, heads, tokens, width of a head
@@ -54,7 +54,7 @@ def errors(dtype: torch.dtype, parts: int) -> tuple[float, float, float]:
         truth = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
         found = (
             F.scaled_dot_product_attention(q, k, v),
-            merged(attend, q, k, v, parts),
+            merged(attend_locally, q, k, v, parts),
             merged(by_kernel, q, k, v, parts),
         )
         for at, each in enumerate(found):

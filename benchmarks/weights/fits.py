@@ -38,7 +38,7 @@ def page() -> Iterator[str]:
     yield ""
     yield (
         'Predicted, not measured: the weights of `plan="auto"` in bfloat16 by the formula of '
-        "[what fits](../plan.md#what-fits), for networks of published sizes without weights, and activations of one "
+        "[what fits](../weights.md#what-fits), for networks of published sizes without weights, and activations of one "
         f"denoiser call on one device, counted on the meta device. A card has {CONTEXT} GiB less than its size; the "
         f"host has {HOST} GiB free. Plans fill at most 95 % of what is free with resident blocks. Of several cards "
         "each may have its part of the activations. Tight: activations may not fit beside the weights. What the VAE "

@@ -64,7 +64,10 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on stderr; yields a function to call with (step, number of steps). `first`: initial text."""
+    """Show a progress bar on stderr; yields a function to call with (step, number of steps). `first`: initial text.
+
+    Where the `with` block raises before the first step, nothing is left of the bar.
+    """
     from rich.console import Console  # slow, and needed by the verbs that generate only
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -81,7 +84,13 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
         def step(done: int, total: int) -> None:
             bar.update(task, description=title, completed=done, total=total)
 
-        yield step
+        try:
+            yield step
+        except BaseException:
+            if bar.tasks[0].total is None:
+                bar.live.transient = True
+                bar.console.quiet = not bar.console.is_terminal  # where an empty line would be left
+            raise
 
 
 def print_json(values: dict[str, Any]) -> None:

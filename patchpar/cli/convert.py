@@ -10,6 +10,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import Debug, Json
+from patchpar.cli.stream.run import living_line
 
 if TYPE_CHECKING:
     from patchpar.stream.convert import ConvertedModel
@@ -33,7 +34,7 @@ class ConvertFlags:
 def convert(request: ConvertFlags) -> None:
     """Make a published checkpoint a folder that can be streamed."""
     with friendly_errors(request.debug):
-        with stdout_kept_clean(request.json):
+        with stdout_kept_clean(request.json), living_line(f"converting {request.checkpoint}"):
             found = _converted(request)
         if request.json:
             print_json(as_dict(found))

@@ -106,11 +106,11 @@ def fifo(request: FifoFlags) -> None:
 
 
 def _run(request: FifoFlags, config: FifoConfig, stack: ExitStack, ranks: StreamRanks) -> StreamReport:
+    print_line = stack.enter_context(living_line("starting"))  # before the imports, which take seconds
     from patchpar import FifoStreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    print_line = stack.enter_context(living_line("starting"))
     opened = {"config": config, **request.for_loading()}
     pipe = ranks.load(lambda: FifoStreamingPipeline.from_pretrained(request.model, **opened))
     file = stack.enter_context(video_at(request.output, config.fps, None, is_endless=request.is_endless))

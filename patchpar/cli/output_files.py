@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 def check_can_write(path: Path, flag: str, example: str) -> None:
     """Raise PlanError if no file can be written to `path` of the option `flag`; `example` is a file name."""
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # a name that is too long
-        raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
-    if is_folder:
-        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / example}")
+    _check_no_folder(path, flag, example)
     folder = path.parent
+    if folder.is_file():
+        raise PlanError(f"cannot write {path}: {folder} is a file, and no folder; choose another path with {flag}")
     if not folder.is_dir():
         raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
     if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
@@ -40,6 +37,23 @@ def check_can_write(path: Path, flag: str, example: str) -> None:
             tried.write(bytes(TRIED_BYTES))
     except OSError as error:
         raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
+
+
+def check_suffix(path: Path, known: Collection[str], what: str) -> None:
+    """Raise PlanError for a folder, and for a path that has none of the `known` suffixes of `what`: image or video."""
+    _check_no_folder(path, "--output", f"{what}{next(iter(known))}")
+    if path.suffix.lower() not in known:
+        use = ", ".join(known)
+        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no {what} format; use one of {use}")
+
+
+def _check_no_folder(path: Path, flag: str, example: str) -> None:
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # a name that is too long
+        raise PlanError(f"cannot write {path}: {error.strerror}; choose another path with {flag}") from error
+    if is_folder:
+        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / example}")
 
 
 def check_apart(*paths: Path | None) -> None:
@@ -127,17 +141,14 @@ def names_for(path: Path, count: int) -> list[Path]:
 
 
 def with_word(path: Path, word: str) -> Path:
-    """Return `out-word.png` of `out.png`. Raises PlanError for a folder without a name, as `.` and `/`."""
-    if not path.name:
-        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / 'image.png'}")
+    """Return `out-word.png` of `out.png`. Raises PlanError for what is no name of an image, as given by the person."""
+    check_suffix(path, SUFFIXES, "image")
     return path.with_stem(f"{path.stem}-{word}")
 
 
 def check_writable(path: Path) -> None:
     """Raise PlanError if an image cannot be written to `path`. Call it before the run."""
-    if path.suffix.lower() not in SUFFIXES:
-        known = ", ".join(SUFFIXES)
-        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no image format; use one of {known}")
+    check_suffix(path, SUFFIXES, "image")
     check_can_write(path, "--output", "image.png")
 
 

@@ -11,7 +11,15 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.output_files import FullDisk, GrowingFile, check_can_write, full_disk_named, save, written_whole
+from patchpar.cli.output_files import (
+    FullDisk,
+    GrowingFile,
+    check_can_write,
+    check_suffix,
+    full_disk_named,
+    save,
+    written_whole,
+)
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.web.video_file import FORMATS, GOOD
 
@@ -32,9 +40,7 @@ FRAGMENTS = {
 
 def check_video(path: Path) -> None:
     """Raise PlanError if no video can be written to `path`. Call it before the run."""
-    if path.suffix.lower() not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no video format; use one of {known}")
+    check_suffix(path, FORMATS, "video")
     check_can_write(path, "--output", "video.mp4")
 
 

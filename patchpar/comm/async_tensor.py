@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.pytree import leaves, map_leaves
+from patchpar.comm.pytree import leaves, map_leaves, map_tensors
 
 # Names of torch's functions and methods: those that read no values, those that return views, those that copy.
 _METADATA = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
@@ -134,9 +134,7 @@ class AsyncTensor(Tensor):
             if name in _VIEWS or name in _COPIES:
                 result = run()
                 if _are_views(result, plain_args[0]):
-                    return map_leaves(
-                        lambda x: AsyncTensor.on(x, first._message) if isinstance(x, Tensor) else x, result
-                    )
+                    return map_tensors(lambda x: AsyncTensor.on(x, first._message), result)
                 if name in _COPIES and isinstance(result, Tensor):
                     return first._message.copied(run)
         for async_tensor in _async_tensors_in((args, kwargs)):

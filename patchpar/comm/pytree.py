@@ -23,6 +23,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `function` applied to its tensors, of any shape."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
 def with_own_lists(tree: Any) -> Any:
     """Return a copy of `tree` with its own lists, tuples and dicts: some models empty those of their arguments.
 
@@ -33,6 +38,11 @@ def with_own_lists(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(with_own_lists(item) for item in tree)
     return tree
+
+
+def on_own_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward each of whose calls gets lists and dicts of its own, so that it can be called again."""
+    return lambda *args, **kwargs: forward(*with_own_lists(args), **with_own_lists(kwargs))
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -71,4 +81,4 @@ def floats_in(tree: Any) -> list[Tensor]:
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Return `tree` with its tensors replaced by `tensors`, of any shape, in the order of `tensors_in`."""
     replacements = iter(tensors)
-    return map_leaves(lambda leaf: next(replacements) if isinstance(leaf, Tensor) else leaf, tree)
+    return map_tensors(lambda _: next(replacements), tree)

@@ -56,7 +56,9 @@ class WorkerPool:
 
     def start(self, ranks: Collection[int]) -> None:
         """Start processes for those of `ranks` that have none, or one that is not used any more. Raises LaunchError."""
-        self.drop([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
+        # Those that a lost one takes along would not answer their first message a second time.
+        lost = self._taken_along([rank for rank in ranks if rank in self._outdated or self._has_died(rank)])
+        self.drop([rank for rank in ranks if rank in lost])
         missing = sorted(rank for rank in ranks if rank not in self._workers)
         if not missing:
             return
@@ -113,9 +115,13 @@ class WorkerPool:
     def lacking(self, ranks: Sequence[int]) -> frozenset[int]:
         """Return which ranks have to be started before a call on `ranks`: also those that a lost one takes along."""
         lost = [rank for rank in ranks if rank not in self._ready or rank in self._outdated or self._has_died(rank)]
+        return self._taken_along(lost)
+
+    def _taken_along(self, lost: Collection[int]) -> frozenset[int]:
+        """Return these ranks and those that cannot be used any more without them."""
         if lost and not self._is_single:
             return self._all
-        return frozenset(self.with_bound(lost))
+        return frozenset(self.with_bound(tuple(lost)))
 
     def ready(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return those of `ranks` that need not be started before a call on them."""
@@ -149,6 +155,7 @@ class WorkerPool:
         except LaunchError:
             raise
         except Exception as error:
+            self._check_open()  # else another thread has ended them
             raise LaunchError(f"the workers could not be started: {error}") from error
 
     def call(self, ranks: Sequence[int], message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
@@ -225,7 +232,7 @@ class WorkerPool:
         gone = list(filter(None, map(self._workers.get, ranks)))  # another thread may end one meanwhile
         if not gone:
             return
-        self._outdated.update(self.with_bound(list(ranks)) if self._is_single else self._all)
+        self._outdated.update(self._taken_along(ranks))
         self._outdated.difference_update(ranks)
         self._ready.difference_update(ranks)
         self._linked.difference_update(pair for pair in list(self._linked) if not pair.isdisjoint(ranks))
@@ -243,15 +250,19 @@ class WorkerPool:
         self._is_closed = True
         if os.getpid() != self._owner:
             return  # in a forked child, whose workers they are not
-        idle = [worker for rank, worker in list(self._workers.items()) if rank in self._ready - self._busy]
+        try:
+            self._stop([worker for rank, worker in list(self._workers.items()) if rank in self._ready - self._busy])
+        finally:  # also when an interrupt comes: whoever catches it has no more use for the workers
+            self.drop(sorted(self._workers))
+            self._close_stores()
+
+    def _stop(self, idle: Sequence[RankProcess]) -> None:
         for worker in idle:
             worker.ask_to_stop()
         if not self._busy and not _wait(idle, STOP_SECONDS):
             for worker in idle:
                 worker.terminate()
             _wait(idle, TERM_SECONDS)
-        self.drop(sorted(self._workers))
-        self._close_stores()
 
 
 def _pairs(ranks: Sequence[int]) -> list[frozenset[int]]:

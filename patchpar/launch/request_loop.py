@@ -261,9 +261,11 @@ class RequestLoop:
     def _find_ended(self) -> None:
         """Find dead workers: a channel closes with its process, but stays open while children of the worker run."""
         for rank, worker in self._workers.items():
+            if self._outcome.is_over(rank):
+                continue
             if rank in self._ended:  # found dead one tick ago, so that all its frames have been received since
                 self._died(worker)
-            elif not self._outcome.is_over(rank) and not worker.is_alive():
+            elif not worker.is_alive():
                 self._ended.add(rank)
 
     def _died(self, worker: RankProcess) -> None:

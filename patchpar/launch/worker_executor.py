@@ -99,7 +99,7 @@ class WorkerExecutor(Executor):
                     self._pool.drop(left_out)  # one that a call has named since would not know of this change
                     yield ranks
                     return
-            needed = lacking.union(ranks, left_out)
+            needed = lacking.union(ranks)  # never of a call with `left_out`, which holds all ranks
 
     def _refuse(self, call: EngineCall) -> None:
         """Raise LaunchError for a call within a call, PlanError for one on no ranks."""

@@ -10,8 +10,10 @@ from patchpar.plan.plan import Plan
 
 IMAGE_PROCESSORS = "transformers.utils.import_utils"
 """The logger that says, of each image processor that is imported, that there is no torchvision."""
-EMPTY_LIST = "should be kept in float32: []"
-"""End of a diffusers warning with an empty list of modules, printed with every encoded image."""
+TOKENIZERS = "transformers.tokenization_utils_base"
+NO_NEWS = ("should be kept in float32: []", "Token indices sequence length is longer than")
+"""Of a diffusers warning with an empty list of modules, printed with every encoded image; and of one that tells of
+errors which do not come: diffusers counts the tokens of the whole prompt only to say what it cuts off."""
 
 
 def silence_libraries() -> None:
@@ -56,8 +58,10 @@ def import_quietly(module: str) -> None:
 
 def _silence_loggers() -> None:
     logging.getLogger(IMAGE_PROCESSORS).setLevel(logging.ERROR)
-    logging.getLogger("diffusers.models.modeling_utils").addFilter(_is_informative)
+    for name in ("diffusers.models.modeling_utils", TOKENIZERS):
+        logging.getLogger(name).addFilter(_is_informative)
 
 
 def _is_informative(record: logging.LogRecord) -> bool:
-    return EMPTY_LIST not in record.getMessage()
+    message = record.getMessage()
+    return not any(each in message for each in NO_NEWS)

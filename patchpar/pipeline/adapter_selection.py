@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from patchpar.errors import PlanError
+from patchpar.pipeline.call_placement import Adapters
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.installed_plan import InstalledPlan
-from patchpar.pipeline.job_options import Adapters
 
 SETS = "set_adapters"
 """The method of pipelines that this stands for."""

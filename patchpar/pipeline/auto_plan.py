@@ -20,6 +20,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
+from patchpar.strategies.data.known_pipelines import why_mixed
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import MemoryEstimate, is_large, units_of
@@ -127,7 +128,7 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any], weights
     reasons += _reasons(model, work, plan, devices)
     if plan.world_size < devices:
         idle = f"{devices - plan.world_size} of {devices} devices idle"
-        reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
+        reasons.append(f"{idle}: {_why_no_more(model, work, plan)}")
     return PlanChoice(plan, "; ".join(reasons))
 
 
@@ -200,10 +201,10 @@ def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
         split_call(kwargs, 0, _prompts(kwargs))
     except PlanError as error:
         return str(error)
-    return model.one_batch_reason
+    return model.one_batch_reason or why_mixed(model.pipeline, model.methods, kwargs)
 
 
-def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> str:
+def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
     if plan.patch < work.most_bands:
         return "no distribution over more devices is faster"
     if model.splits_into_bands:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.async_tensor import AsyncTensor
@@ -28,13 +27,12 @@ from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallSeconds, RecordedPrediction, RecordingStopped
 from patchpar.pipeline.output_form import form_of, tree_of
-from patchpar.pipeline.tensor_bytes import bytes_of, in_order_of_memory, own_copy, tensor_of
+from patchpar.pipeline.tensor_bytes import bytes_of, checksum, in_order_of_memory, own_copy, tensor_of
 from patchpar.plan.plan import Plan
 from patchpar.shard.argument_changes import ArgumentChanges
 from patchpar.shard.batch import sample_of
-from patchpar.shard.checksum import checksum
 from patchpar.shard.compiled import is_compiled
-from patchpar.shard.hooks import HookSet
+from patchpar.shard.hooks import ForwardHook, HookSet
 from patchpar.shard.host_memory import HostCopy
 from patchpar.shard.step_caches import cache_of
 from patchpar.strategies.piped import PipedStages
@@ -92,7 +90,7 @@ class CallRecorder:
         """Return hooks on the denoisers of a pipeline, in front of all others."""
         hooks = HookSet()
         for denoiser in denoisers_of(pipe).values():
-            hooks.install(denoiser, RecorderHook(self), HOOK)
+            hooks.install(denoiser, ForwardHook(self.run), HOOK)
         return hooks
 
     def pass_pause_point(self, pause_point: Callable[[], object]) -> None:
@@ -170,18 +168,6 @@ class CallRecorder:
         """Send the predictions whose values have come to the host; with `wait` all that this rank will get."""
         while self._pending and self._send is not None and self._pending[0].is_ready(wait=wait):
             self._send(self._pending.popleft().call(self._group))
-
-
-class RecorderHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Replaces the forward of a denoiser."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what `CallRecorder.run` does."""
-        return self.recorder.run(module, self.fn_ref.original_forward, args, kwargs)
 
 
 @dataclass(slots=True)

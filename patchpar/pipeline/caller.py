@@ -10,7 +10,6 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.quiet_libraries import import_quietly
 from patchpar.pipeline.call_journal import CallJournal
-from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.caller_random import caller_random_state, sampled_seed
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -29,6 +28,7 @@ from patchpar.pipeline.messages import (
 )
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
+from patchpar.pipeline.step_callbacks import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.pipeline.torch_switches import caller_autocast, caller_switches
 from patchpar.plan.plan import Plan

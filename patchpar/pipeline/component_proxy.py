@@ -63,6 +63,18 @@ def refuse_network_method(path: str) -> None:
         raise UnsupportedModel(f"pipe.{path} is not for networks in workers: {reason}")
 
 
+def refuse_value(path: str, value: Any) -> None:
+    """Raise UnsupportedModel for what stands for a network of workers, or is compiled here to call one."""
+    if isinstance(value, ComponentProxy):
+        raise UnsupportedModel(f"pipe.{path} cannot be {value!r}: set a network that is in this process")
+    if hasattr(value, "_torchdynamo_orig_callable") and not hasattr(value, "named_modules"):  # a compiled function
+        network = path.partition(".")[0]
+        raise UnsupportedModel(
+            f"pipe.{path} cannot be what torch.compile has returned, which cannot be sent to workers: compile there, "
+            f"as pipe.{network}.compile_repeated_blocks() does on all ranks"
+        )
+
+
 def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
     """Return a function that runs method `path` on all ranks; it returns `owner` where the method returns self."""
 
@@ -92,11 +104,17 @@ class ComponentProxy:
 
     def __setattr__(self, name: str, value: Any) -> None:
         path = f"{self._name}.{name}"
+        refuse_value(path, value)
         self._ask("set", path, value, replay=path)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise UnsupportedModel: only the pipeline calls its networks."""
         raise UnsupportedModel(f"{self!r} is called by the pipeline only; to call it yourself, load it with diffusers")
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            f"{self!r} stands for a network there, and can neither be copied nor sent: pass a network of this process"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted(self._network.methods)

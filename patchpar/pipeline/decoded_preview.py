@@ -21,10 +21,10 @@ from torch import Tensor
 from patchpar.comm.pytree import entries
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.call_parameters import parameters_of
-from patchpar.pipeline.rank_random import GeneratorStates
 from patchpar.pipeline.recorded_networks import RecordedNetworks, networks_of
 from patchpar.plan.plan import Plan
 from patchpar.shard.compiled import is_compiled
+from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
 from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step, sample_in

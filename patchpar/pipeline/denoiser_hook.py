@@ -10,7 +10,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.comm.pytree import with_own_lists
+from patchpar.comm.pytree import on_own_lists, with_own_lists
 from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
@@ -18,6 +18,7 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.hooks import ForwardHook
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
@@ -103,7 +104,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
-        kept, plain = with_own_lists((args, kwargs)), _on_lists_of_its_own(plain)
+        kept, plain = with_own_lists((args, kwargs)), on_own_lists(plain)
         with refused_in_words(module, str(self.plan), self._way_out(), partial(original, *kept[0], **kept[1])):
             for layer in self.layers:
                 if isinstance(layer, GuidanceSplit):
@@ -145,7 +146,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                 layer.pass_over(*args, **kwargs)
 
     def _divide_weights(self, module: nn.Module, plain: Callable[..., Any], call: tuple[Any, Any]) -> None:
-        plain = _on_lists_of_its_own(plain)
+        plain = on_own_lists(plain)
         if self.tensor is not None and self.weights is not None:
             self.weights.divide_features(self.tensor, plain, call)
         elif self.tensor is not None:
@@ -195,25 +196,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return sum(layer.history.stale_calls for layer in split if layer.history is not None)
 
 
-class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Lets each guidance rank run its branches of a network that conditions the denoiser."""
+def conditioner_hook(guidance: GuidanceSplit, carriers: BatchArguments | None) -> ForwardHook:
+    """Return a hook that lets each guidance rank run its branches of a network that conditions the denoiser.
 
-    def __init__(self, guidance: GuidanceSplit, carriers: BatchArguments | None) -> None:
-        super().__init__()
-        self.guidance, self.carriers = guidance, carriers
+    The network then raises VerificationError if parts of its batch do not add up to the whole.
+    """
 
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the network's forward. Raises VerificationError if parts of its batch do not add up to the whole."""
-        plain = self.fn_ref.original_forward
-        found = {} if self.carriers is None else self.carriers.of(_on_lists_of_its_own(plain), (args, kwargs))
-        self.guidance.carriers = found
-        return self.guidance.condition(plain, *args, **kwargs)
+    def run(_: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        guidance.carriers = {} if carriers is None else carriers.of(on_own_lists(plain), (args, kwargs))
+        return guidance.condition(plain, *args, **kwargs)
 
-
-def _on_lists_of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that copies list arguments, so that it can be called again with the same ones."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*with_own_lists(args), **with_own_lists(kwargs))
-
-    return call
+    return ForwardHook(run)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from patchpar.errors import UnsupportedModel
 from patchpar.launch.remote_errors import say_changes_left
 from patchpar.pipeline.adapter_selection import layer_states, layers_of, networks_of, restore_layers
 from patchpar.pipeline.state_changes import LORA, change_of
@@ -25,7 +26,12 @@ T = TypeVar("T")
 def done_or_undone(
     pipe: Any, name: str, method: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = NONE
 ) -> T:
-    """Return what a method of the pipeline returns. Raises what it raises, after what it has begun is undone."""
+    """Return what a method of the pipeline returns. Raises what it raises, after what it has begun is undone.
+
+    And UnsupportedModel for parts that its class does not have.
+    """
+    if name == "register_modules":
+        _refuse_unknown(pipe, kwargs)
     if name.rpartition(".")[2] in LORA:
         return _of_adapters(pipe, method, args, kwargs)
     if change_of(name, (), {}) is None:
@@ -37,6 +43,15 @@ def done_or_undone(
         if tuple(_parts(pipe)) != before:
             say_changes_left(error)
         raise
+
+
+def _refuse_unknown(pipe: Any, parts: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for parts that the pipeline's class does not have, after which it has no `components`."""
+    known = pipe.components
+    for name in parts:
+        if name not in known:
+            kind = type(pipe).__name__
+            raise UnsupportedModel(f"{kind} has no part {name} to register: it has {', '.join(sorted(known))}")
 
 
 def _of_adapters(pipe: Any, method: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:

@@ -12,7 +12,7 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
-from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.denoiser_hook import DenoiserHook, conditioner_hook
 from patchpar.pipeline.divided_networks import needs_no_values
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
@@ -25,7 +25,7 @@ from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
-from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.denoiser import SharedDenoiser, WholeDenoiser
 from patchpar.shard.graphs.recorder import StepRecorder
 from patchpar.shard.graphs.step_graphs import StepGraphs
 from patchpar.shard.guidance_branches import layers_by_branch
@@ -38,7 +38,6 @@ from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.restored import restore_all
-from patchpar.shard.whole_denoiser import WholeDenoiser
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
 from patchpar.strategies.piped import PipedStages
@@ -165,7 +164,7 @@ class InstalledPlan:
         self.guidance = GuidanceSplit(*mesh, clock, partial(layers_by_branch, self.pipe))
         for module in self._conditioners():
             carriers = None if verifications is None else carriers_of(module, mesh, verifications)
-            self._register(module, ConditionerHook(self.guidance, carriers))
+            self._register(module, conditioner_hook(self.guidance, carriers))
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""

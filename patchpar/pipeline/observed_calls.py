@@ -1,4 +1,4 @@
-"""What a ParallelPipeline shows of its calls: statistics, finished steps, traces."""
+"""What a ParallelPipeline shows of its calls: statistics, finished steps, traces, and what a call would take."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.pipeline.plan_html import html_of_plan
+from patchpar.pipeline.notebook_html import html_of_plan
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState
+from patchpar.pipeline.timed_plans import PlannedCall
+from patchpar.pipeline.validate import bind, check_call
 
 
 class ObservedCalls:
-    """A pipeline whose calls can be observed."""
+    """A pipeline whose calls can be observed, and planned."""
 
     _state: PipelineState
 
@@ -66,6 +68,16 @@ class ObservedCalls:
     @tracing.setter
     def tracing(self, wanted: bool) -> None:
         self._state.tracing = bool(wanted)
+
+    def planned(self, *args: Any, **kwargs: Any) -> PlannedCall:
+        """Return plan, reason and forecast of a call with these arguments, and the runners-up. Nothing is generated.
+
+        For pipelines of a folder, on devices that `patchpar tune` has measured. Raises PlanError.
+        """
+        model = self._state.described
+        bound = bind(model, args, kwargs)
+        check_call(model, bound)
+        return self._state.timed.planned(model, bound)
 
     def _repr_html_(self) -> str:
         """Return which rank has what under the plan, and the latest call, which notebooks show."""

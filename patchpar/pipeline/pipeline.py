@@ -18,15 +18,13 @@ from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
-from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, check_retries
+from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, JobOptions, check_retries, checked_adapters
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.job_options import JobOptions, checked_adapters
 from patchpar.pipeline.messages import Previews
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory, ModelToLoad
 from patchpar.pipeline.observed_calls import ObservedCalls
-from patchpar.pipeline.planned_calls import PlannedCalls
 from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
@@ -38,7 +36,7 @@ from patchpar.pipeline.validate import bind, check_call, check_plan, warn_of_unk
 from patchpar.plan.plan import Plan
 
 
-class ParallelPipeline(ObservedCalls, PlannedCalls, ReleasedRanks):
+class ParallelPipeline(ObservedCalls, ReleasedRanks):
     """One diffusers pipeline on several devices.
 
     `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:

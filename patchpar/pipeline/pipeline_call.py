@@ -19,10 +19,11 @@ from patchpar.launch.executor import RankContext
 from patchpar.models.info import denoisers_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
+from patchpar.pipeline.caller_values import with_embeddings_on
 from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latents_to_show
 from patchpar.pipeline.decoded_preview import PreviewDecoder
-from patchpar.pipeline.device_arguments import with_embeddings_on
 from patchpar.pipeline.empty_schedule import empty_schedules_refused
+from patchpar.pipeline.failed_calls import KeptNetworks, undone_after_failure
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -67,6 +68,7 @@ class PipelineCall:
         self.changing: Callable[[], object] = lambda: None
         self.calls: CallRecorder | None = None
         self._decoder: PreviewDecoder | None = None
+        self._networks: KeptNetworks | None = None
         self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
@@ -91,7 +93,7 @@ class PipelineCall:
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or not self.context.is_first:
                 stack.enter_context(no_progress_bar(self.pipe))
-            stack.enter_context(_caches_reset_after_failure(self.pipe))
+            self._networks = stack.enter_context(undone_after_failure(self.pipe, kwargs))
             stack.enter_context(empty_schedules_refused(self.pipe, arguments))
             return self.pipe(**arguments)
 
@@ -111,10 +113,13 @@ class PipelineCall:
             question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe))
         with self.installed.interrupted():
             answer: CallbackResult = self.context.ask(question)
-        if any(change.is_of_networks for change in answer.changes):
+        of_networks = any(change.is_of_networks for change in answer.changes)
+        if of_networks:
             self.changing()
-        for change in answer.changes:
-            carry_out(pipe, change)
+        kept = self._networks if of_networks else None
+        with nullcontext() if kept is None else kept.but_for_changes():
+            for change in answer.changes:
+                carry_out(pipe, change)
         return {name: _moved(value, tensors.get(name)) for name, value in answer.tensors.items()}
 
     @contextmanager
@@ -169,18 +174,6 @@ class PipelineCall:
         is_replayed = self.calls is not None and self.calls.is_replaying
         wanted = preview_steps(self.options.decoded_previews, total)
         return self.steps in wanted and self.steps < total and not is_replayed
-
-
-@contextmanager
-def _caches_reset_after_failure(pipe: Any) -> Iterator[None]:
-    """Reset diffusers' step caches after an exception, as a call does at its end: a cancelled one is in mid-steps."""
-    try:
-        yield
-    except BaseException:
-        for network in pipe.components.values():
-            if hasattr(network, "_reset_stateful_cache"):
-                network._reset_stateful_cache()
-        raise
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:

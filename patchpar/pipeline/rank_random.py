@@ -99,19 +99,3 @@ def shared_noise(
 def random_state(device: torch.device) -> RandomState:
     """Return the state of this rank's default generators."""
     return RandomState(cpu=torch.get_rng_state(), gpu=accelerators.random_state(device))
-
-
-class GeneratorStates:
-    """States of the generators in a call's arguments and of the default ones, to repeat the call."""
-
-    def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:
-        self._device, self._generators = device, generators_of(kwargs)
-        self._states = [generator.get_state() for generator in self._generators]
-        self._default = random_state(device)
-
-    def restore(self, *, default: bool = True) -> None:
-        """Set all generators to these states, the default ones only with `default`."""
-        if default:
-            take_random_state(self._default, self._device)
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.comm.pytree import map_leaves, map_tensors, tensors_in
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.shard.hooks import HookSet
@@ -50,7 +50,7 @@ class RecordedNetworks:
         shapes = _shapes(args, kwargs)
         self._is_denoising |= name in self._denoisers
         if self._is_denoising:
-            self._in_steps[name][shapes] = RecordedOutput(shapes, map_leaves(_without_values, output))
+            self._in_steps[name][shapes] = RecordedOutput(shapes, map_tensors(_without_values, output))
         else:
             self._encoded[name].append(RecordedOutput(shapes, map_leaves(lambda leaf: leaf, output)))
 
@@ -97,9 +97,9 @@ class NetworkStandIn:
         shapes = _shapes(args, kwargs)
         for number, each in enumerate(self._encoded):
             if each.shapes == shapes:
-                return map_leaves(_own, self._encoded.pop(number).output)
+                return map_tensors(_own, self._encoded.pop(number).output)
         found = self._in_steps.get(shapes) or self._again
-        return self._network(*args, **kwargs) if found is None else map_leaves(_own, found.output)
+        return self._network(*args, **kwargs) if found is None else map_tensors(_own, found.output)
 
 
 def networks_of(pipe: Any) -> dict[str, nn.Module]:
@@ -112,12 +112,10 @@ def _shapes(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
     return tuple(tuple(x.shape) for x in tensors_in((list(args), dict(kwargs))))
 
 
-def _without_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+def _without_values(x: Tensor) -> Tensor:
+    return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
 
 
-def _own(leaf: Any) -> Any:
+def _own(x: Tensor) -> Tensor:
     """Return a copy, which the second call may change, as those of T2I adapters do."""
-    return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, Tensor) else leaf
+    return x.clone(memory_format=torch.contiguous_format)

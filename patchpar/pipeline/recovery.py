@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from patchpar.errors import (
+    LaunchError,
     PlanError,
     ReplayMismatch,
     RetriesExhausted,
@@ -144,8 +145,8 @@ class Recovery:
         where = f"in step {min(step + 1, steps)} of {steps}" if steps else "before the end of the first step"
         return WorkerOutOfMemory(
             f"a device of ranks {ranks} lacked memory{again}, {where}; "
-            f"free now: {free}. Use a smaller image, fewer images in a call, a plan for more ranks, weights=hosted, or "
-            f"vae='tiled'. {error}",
+            f"free now: {free or 'unknown'}. Use a smaller image, fewer images in a call, a plan for more ranks, "
+            f"weights=hosted, or vae='tiled'. {error}",
             rank=getattr(error, "rank", None),
             cause=getattr(error, "cause", "") or type(error).__name__,
             free=free,
@@ -169,8 +170,11 @@ class Recovery:
             yield larger, self._in_order(more[: larger.world_size])
 
     def _free_memory(self, ranks: tuple[int, ...]) -> str:
-        """Let ranks give back what they do not use, and return what is free on each, in words."""
-        found = self._state.ranks.call("free_memory", releases=True, ranks=ranks)
+        """Let ranks give back what they do not use, and return what is free on each, in words; empty if unknown."""
+        try:
+            found = self._state.ranks.call("free_memory", releases=True, ranks=ranks)
+        except (LaunchError, WorkerError):  # one that was lost with the call, and found no memory to start again
+            return ""
         texts = []
         for rank, free in zip(ranks, found, strict=True):
             own = [f"{free.device / GB:.2f} GB of its device"] if free.device is not None else []

@@ -7,8 +7,8 @@ from typing import Any
 
 from patchpar.comm.trace import write_trace
 from patchpar.errors import PlanError
+from patchpar.pipeline.notebook_html import RankRow, html_of_run
 from patchpar.pipeline.rank_stats import VAE, RankStats
-from patchpar.pipeline.report_html import RankRow, html_of_run
 from patchpar.plan.plan import Plan
 
 

@@ -26,8 +26,8 @@ from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
+from patchpar.pipeline.caller_values import of_method_on, refuse_networks
 from patchpar.pipeline.description import described, set_by_attributes
-from patchpar.pipeline.device_arguments import of_method_on
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
@@ -35,9 +35,8 @@ from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import PipelineCall
-from patchpar.pipeline.rank_random import GeneratorStates, own_part, random_state, shared_noise, taken_random_state
+from patchpar.pipeline.rank_random import own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
-from patchpar.pipeline.sent_values import refuse_networks
 from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
@@ -45,6 +44,7 @@ from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache

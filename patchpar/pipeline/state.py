@@ -18,6 +18,7 @@ from patchpar.pipeline.attribute_copies import AttributeCopies
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.component_proxy import refuse_value
 from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
@@ -104,6 +105,7 @@ class PipelineState:
         """Raise UnsupportedModel for compiled code, PlanError for what has no effect while workers are in a call."""
         if self.ranks.kind != "local":
             return
+        refuse_value(name, value)
         refuse_to_send_compiled({name: value})
         if name == INTERRUPT and self._in_calls:
             raise PlanError(

@@ -21,10 +21,11 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
+from patchpar.shard.argument_changes import gives_back, without_given, written
 from patchpar.shard.batch import Batch, count_branches, sample_of
 from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.precision import full_precision
-from patchpar.shard.step_caches import caches_set_aside, gives_back, without_given, written
+from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
 from patchpar.shard.verification import (

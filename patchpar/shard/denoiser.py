@@ -1,4 +1,7 @@
-"""Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end."""
+"""Base of denoisers that ranks compute together, in bands or by tokens: the local patch, stale state, start and end.
+
+And a denoiser that this rank computes alone, whose steady steps are captured as graphs of the device and replayed.
+"""
 
 import inspect
 from collections import deque
@@ -94,6 +97,7 @@ class SharedDenoiser:
         self._unlearn()
         self._earlier.clear()
         if self.history is not None:
+            self.history.cache.settle()
             self.history = self.history.anew()
 
     @property
@@ -114,9 +118,7 @@ class SharedDenoiser:
         self._drop_graphs("a call has failed")
         self.restore()
         if self.history is not None:
-            joins = self.history.cache.joins
-            self.history = StaleState(self.mesh[0], self.policy, self.clock)
-            self.history.cache.joins = joins
+            self.history = self.history.anew()
 
     def _look(self) -> Fingerprint:
         """Return the fingerprint of a network that is not known yet, whose foreign code is known from now on."""
@@ -191,3 +193,29 @@ class SharedDenoiser:
         patch.fresh = history.begin((form, history.clock.branches), call)  # the number of branches changes the form
         patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
         patch.cache, patch.frozen = history.cache, self.exchange == "frozen"
+
+
+class WholeDenoiser(SharedDenoiser):
+    """A denoiser on a mesh of one rank. Nothing is divided or exchanged; without graphs its calls run as they are."""
+
+    _learns: ClassVar[str] = "error"
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run one denoiser call; `forward` is the denoiser's own. Returns its output."""
+        self._make_sure()
+        if self.watched.latest is None:
+            self.watched.record(self.watched.now())
+        return self._steady(self._exact_kind, forward, (args, kwargs))
+
+    def prepare(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: there is nothing to verify."""
+
+    def exactly(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a call."""
+        return forward(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Do nothing: the denoiser has no hooks of this object."""
+
+    def _unlearn(self) -> None:
+        pass

@@ -181,10 +181,8 @@ class _Reader:
             self._foreign[f"a {_name_of(kind)} in {self._where}"] = _name_of(kind)
         called = [self._code(vars(base)["__call__"]) for base in kind.__mro__ if _calls(base)]
         attributes = {name: each for name, each in getattr(value, "__dict__", {}).items() if name != "fn_ref"}
-        return _name_of(kind), tuple(called), tuple((n, self._factor(n, each, depth)) for n, each in attributes.items())
-
-    def _factor(self, name: str, value: Any, depth: int) -> Any:
-        return _is_at_work(value) if name in FACTORS else self._value(value, depth)
+        read = (_is_at_work(each) if n in FACTORS else self._value(each, depth) for n, each in attributes.items())
+        return _name_of(kind), tuple(called), tuple(zip(attributes, read, strict=True))
 
     def _codes(self, functions: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self._code(function) for function in functions if not is_ours(function))

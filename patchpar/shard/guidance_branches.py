@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.pytree import map_leaves
+from patchpar.comm.pytree import map_tensors
 from patchpar.shard.batch import sample_of
 from patchpar.shard.hooks import HookSet
 
@@ -68,4 +68,4 @@ def _repeated(
 
 def _own_rows(rank: int, parts: int, layer: nn.Module, args: Any, output: Any) -> Any:
     """Return this rank's rows of the output, or of each of several."""
-    return map_leaves(lambda x: x.chunk(parts)[rank] if isinstance(x, Tensor) else x, output)
+    return map_tensors(lambda x: x.chunk(parts)[rank], output)

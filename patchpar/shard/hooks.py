@@ -18,6 +18,18 @@ OURS = "patchpar"
 MISSING = object()
 
 
+class ForwardHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Replaces a module's forward by `run(module, forward, args, kwargs)`, with the forward that it had before."""
+
+    def __init__(self, run: Callable[[nn.Module, Callable[..., Any], Any, Any], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return what `run` does."""
+        return self._run(module, self.fn_ref.original_forward, args, kwargs)
+
+
 class InstalledHook:
     """`hook` on `module`, under `name`, until `remove`."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from diffusers.hooks import ModelHook
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
@@ -133,6 +134,14 @@ class LocalPatch:
                 f"{across} across: this attention cannot be split, use plan cfg=2 or data=N"
             )
         return found
+
+
+class PatchHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Replaces a module's forward by `new_forward`, for this rank's patch. `where`: its exchange point, if any."""
+
+    def __init__(self, patch: LocalPatch, where: str = "") -> None:
+        super().__init__()
+        self.patch, self.where = patch, where
 
 
 def without_values(where: str) -> UnsupportedModel:

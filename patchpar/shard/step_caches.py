@@ -15,7 +15,6 @@ from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
@@ -133,29 +132,6 @@ def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
         yield
 
 
-def held_by(tree: Any) -> list[tuple[Tensor, int]]:
-    """Return the tensors, of any shape, that objects in arguments hold, such as caches of keys of any class.
-
-    Each comes with the number of times it has been written to.
-    """
-    found, seen = list[tuple[Tensor, int]](), set[int]()
-    objects = [each for each in leaves(tree) if hasattr(each, "__dict__")]
-    while objects:
-        each = objects.pop()
-        if id(each) in seen or isinstance(each, (Tensor, nn.Module, type)):
-            continue
-        seen.add(id(each))
-        inner = list(leaves(vars(each)))
-        found += [(x, 0 if x.is_inference() else x._version) for x in inner if isinstance(x, Tensor)]
-        objects += [x for x in inner if hasattr(x, "__dict__") and not callable(x)]
-    return found
-
-
-def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tensor, int]]) -> bool:
-    """Whether the tensors held, of any shape, are the same as before, and none has been written to."""
-    return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
-
-
 def _magnitude(x: Tensor) -> Tensor:
     """Return the sum of |x|: of all tokens it exceeds the largest number of float16."""
     return x.abs().sum(dtype=torch.float32)
@@ -191,27 +167,3 @@ def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
     for module in denoiser.modules():
         for _, hook in hooks_of(module):
             yield type(hook).__module__.removeprefix(FOLDER), hook
-
-
-def gives_back(output: Any, call: Any) -> bool:
-    """Whether `output` contains argument tensors of `call`."""
-    given = {id(x) for x in tensors_in(call)}
-    return any(id(leaf) in given for leaf in leaves(output))
-
-
-def without_given(output: Any, call: Any) -> Any:
-    """Return `output` with None for argument tensors of `call`."""
-    given = {id(x) for x in tensors_in(call)}
-    return map_leaves(lambda leaf: None if id(leaf) in given else leaf, output)
-
-
-def with_given(joined: Any, output: Any, own: Any, whole: Any) -> Any:
-    """Return `joined` with the tensors of the call `whole` where `output` has those of its part `own`."""
-    given = {id(x): y for x, y in zip(tensors_in(own), tensors_in(whole), strict=True)}
-    found = iter([given.get(id(leaf), other) for leaf, other in zip(leaves(output), leaves(joined), strict=True)])
-    return map_leaves(lambda _: next(found), joined)
-
-
-def written(call: Any) -> list[int]:
-    """Return how many times each tensor of a call has been written to; inference tensors have no such count."""
-    return [0 if x.is_inference() else x._version for x in tensors_in(call)]

@@ -27,13 +27,18 @@ def is_of_the_split(error: Exception) -> bool:
 
 
 @contextmanager
-def attempted() -> Iterator[None]:
-    """Context that swallows errors of the model's own code, which may fail in an attempt; others are raised."""
+def attempted(failures: list[Exception] | None = None) -> Iterator[None]:
+    """Context that swallows errors of the model's own code, which may fail in an attempt; others are raised.
+
+    Those swallowed are appended to `failures`, without their frames, which keep tensors.
+    """
     try:
         yield
     except Exception as error:
         if not is_of_the_split(error):
             raise
+        if failures is not None:
+            failures.append(error.with_traceback(None))
 
 
 @contextmanager
@@ -92,6 +97,11 @@ def refuse_what_processors_keep(network: nn.Module, plan: str, before: Mapping[t
                 f"code to read, and under plan {plan} it covers this rank's part only. Use one device, or data=N, for "
                 "this call"
             )
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a model is not supported, or how it fails where it does not say."""
+    return str(error) if isinstance(error, UnsupportedModel) else in_one_line(error)
 
 
 def in_one_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ PAGES = {
     "vae": "docs/parallel-vae.md",
     "stages": "docs/streaming.md",
     "slots": "docs/weights.md",
-    "piped": "docs/weights.md",
+    "piped": "docs/stages.md",
     "icon": "mkdocs.yml",
 }
 

@@ -56,13 +56,18 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(fake: Any, run: Any, tmp
         (("generate", "a fox", "a pine", "-o", LONG), TOO_LONG),
         (("generate", "a fox", "a pine", "-o", "."), "it is a folder; name a file, such as image.png"),
         (("compare", "a fox", "-o", "/"), "it is a folder; name a file, such as /image.png"),
+        (("generate", "a fox", "-o", "."), "it is a folder; name a file, such as image.png"),
+        (("compare", "a fox", "-o", "NAME"), "cannot write NAME: the suffix '' names no image format"),
+        (("generate", "a fox", "a pine", "-o", "x.v2"), "cannot write x.v2: the suffix '.v2' names no image format"),
+        (("generate", "a fox", "-o", "a-file/x.png"), "cannot write a-file/x.png: a-file is a file, and no folder"),
     ],
-    ids=["one byte too many", "with its number", "here", "root"],
+    ids=["one byte too many", "with its number", "here", "root", "this", "stem", "numbered", "in a file"],
 )
 def test_a_name_that_no_file_can_have(
     fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
     result = run(*words)
     assert (result.exit_code, message in result.stderr) == (2, True), result.output
     assert fake.opened == []
@@ -101,6 +106,16 @@ def test_a_full_disk_is_seen_before_the_run(
     assert f"cannot write {tmp_path / 'x.png'}: File too large; choose another path with --output" in result.stderr
     assert fake.opened == []
     assert run("generate", "a fox", "-o", tmp_path / "x.png").exit_code == 0, "the control"
+
+
+def test_a_full_disk_is_seen_before_a_benchmark(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("patchpar.cli.output_files.TRIED_BYTES", 2 * MOST)
+    with small_disk():
+        result = run("bench", "a fox", "-o", tmp_path / "bench")
+    assert (result.exit_code, "File too large; choose another path with --output" in result.stderr) == (2, True)
+    assert fake.opened == []
 
 
 @pytest.mark.parametrize("suffix", [".png", ".bmp"])

@@ -381,6 +381,7 @@ def test_a_stream_that_was_taken_down_is_made_again(
     assert result.exit_code == 1
     assert json.loads(result.stdout)["differing"] == [1, 2]
     assert "2 of 3 blocks differ from the recording, from block 1 on" in result.stderr
+    assert result.stderr.count("it was recorded with") == 1, "its versions are a list"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

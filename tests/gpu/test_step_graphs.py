@@ -22,13 +22,12 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.denoiser import WholeDenoiser
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
-from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs
+from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs, baked_in, why_not_repeated
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.denoiser import TokenDenoiser
-from patchpar.shard.whole_denoiser import WholeDenoiser
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn

@@ -10,7 +10,7 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.step_caches import are_as_before, held_by
+from patchpar.shard.argument_changes import are_as_before, held_by
 from patchpar.strategies.cfg.split import GuidanceSplit
 from tests.unit.threads import on_threads
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import VerificationError
+from patchpar.shard.argument_changes import gives_back, with_given, without_given
 from patchpar.shard.batch import Batch
 from patchpar.shard.batch_arguments import NOT_SHARED, BatchArguments, carriers_in
-from patchpar.shard.step_caches import gives_back, with_given, without_given
 from patchpar.shard.verification_cache import VerificationCache
 from tests.breadth import first_of
 from tests.tensors import relative

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +12,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.cfg.exchange import PredictionTime
-from patchpar.strategies.cfg.split import GuidanceSplit
+from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
+from patchpar.strategies.cfg.split import GuidanceSplit, guidance_of
 from tests.unit.threads import on_threads
 
 
@@ -34,3 +36,28 @@ def test_stamps_of_a_call_that_has_failed_are_not_those_of_the_next() -> None:
         split.finish()
 
     assert on_threads(1, on_rank) == [None]
+
+
+def test_a_prediction_of_another_step_is_not_used() -> None:
+    """Where each rank makes calls of its own, one of which is a step ahead."""
+
+    def on_rank(transport: Any) -> None:
+        post = PredictionExchange(Communicator(transport), Axis("cfg", transport.rank, 2, (0, 1)))
+        x, when = torch.ones(1, 2), PredictionTime(transport.rank, 0)
+        form = OutputForm.of(x)
+        assert form is not None
+        post.send(x, form, when)
+        post.expect(1 - transport.rank, form, when, at_once=True)
+        post.settle()
+
+    for rank, found in enumerate(on_threads(2, on_rank)):
+        assert isinstance(found, ExchangeError)
+        assert f"rank {rank} is at guidance, step {rank}, call 0, rank {1 - rank} at step {1 - rank}" in str(found)
+
+
+def test_a_scale_of_one_is_no_guidance() -> None:
+    class Pipeline:
+        def __call__(self, guidance_scale: float = 5.0) -> None: ...
+
+    assert guidance_of(Pipeline(), {"guidance_scale": 1.0}) is False
+    assert guidance_of(Pipeline(), {"guidance_scale": 1.01}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,23 @@ def test_up_blocks_of_a_unet_are_listened_to(sd: Tiny) -> None:
     assert layers
     assert all(named[id(layer)].startswith("up_blocks") and named[id(layer)].endswith("attn2") for layer in layers)
     assert AttentionMap(nn.Linear(2, 2)).layers == []
+
+
+def test_the_middle_half_of_a_transformer_is_listened_to() -> None:
+    kind = type("FluxAttnProcessor", (), {})
+    blocks = nn.ModuleList([nn.ModuleDict({"attn": nn.Module()}) for _ in range(8)])
+    for block in blocks:
+        block["attn"].processor, block["attn"].add_k_proj = kind(), nn.Linear(2, 2)
+    assert AttentionMap(nn.ModuleDict({"blocks": blocks})).layers == [(block["attn"], True) for block in blocks[2:6]]
+
+
+def test_keys_of_something_else_are_not_listened_to() -> None:
+    """Such as those of an image prompt, which the same layer attends to."""
+    recording, query = AttentionRecorder(torch.ones(1, 5)), noise(1, 3, 16, 8)
+    with recording:
+        recording.enter(None)
+        F.scaled_dot_product_attention(query, query[:, :, :4], query[:, :, :4])
+    assert recording.mask((4, 4)) is None
 
 
 @pytest.mark.parametrize("text_first", [None, True, False])
@@ -106,6 +124,32 @@ def test_words_are_content(sd: Tiny) -> None:
     assert longer[count:].sum() == 0
     content.reset()
     assert content.weights(1, 4).tolist() == [[0, 1, 1, 1]]  # nothing is known
+    content.close()
+
+
+def test_words_of_each_image(sd: Tiny) -> None:
+    """Of its own prompt, of which there may be several images; and of an empty one all but the first token."""
+    content, prompts = ContentTokens(sd.pipe), ["a small red house", "the boat", ""]
+    count = sd.pipe.tokenizer.model_max_length
+    alone = []
+    for prompt in (*prompts, prompts):
+        content.reset()
+        sd.pipe.encode_prompt(prompt, "cpu", 1, False)
+        alone.append(content.weights(1 if prompt is not prompts else 6, count))
+    assert torch.equal(alone[3], torch.cat(alone[:3]).repeat_interleave(2, 0))
+    assert alone[2].tolist() == [[0.0] + [1.0] * (count - 1)]
+    assert not torch.equal(alone[0], alone[1])
+    content.close()
+
+
+def test_words_of_two_encoders_one_after_the_other() -> None:
+    """The first and the last, as in SD3; where the last has another length its tokens are taken for padding."""
+    encoders = SimpleNamespace(text_encoder=nn.Embedding(1, 2), text_encoder_3=nn.Embedding(1, 2))
+    content = ContentTokens(encoders)
+    encoders.text_encoder(torch.zeros(1, 3, dtype=torch.long))
+    encoders.text_encoder_3(torch.zeros(1, 5, dtype=torch.long))
+    assert content.weights(1, 8).tolist() == [[1.0] * 8]
+    assert content.weights(1, 9).tolist() == [[1.0] * 3 + [0.0] * 6]
     content.close()
 
 

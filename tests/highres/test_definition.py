@@ -10,9 +10,12 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.denoiser import HighResDenoiser
-from patchpar.strategies.structure.noise_level import level_of
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.noise_level import NoiseLevel, level_of
 from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.structure import Guidance, LaggedTarget, StructureTarget, guided
 from tests.tensors import noise
 from tests.tiny import Tiny, build
 
@@ -83,6 +86,31 @@ def test_the_paper_pulls_noise_together(tiny: Tiny) -> None:
     answer, ask = both(tiny, large(tiny, **options), x, EARLY)
     anchor, other = ask(x[..., ::2, ::2]), ask(x[..., 1::2, ::2])
     assert torch.allclose(answer[..., 1::2, ::2], other + 0.3 * (anchor - other), atol=1e-5)
+
+
+def test_the_weight_falls_to_nothing_at_the_switch() -> None:
+    """By a cosine, from the first step on."""
+    falling = Guidance(weight=0.8, decay="cosine")
+    assert [falling.strength(progress) for progress in (0.0, 0.5, 1.0)] == pytest.approx([0.8, 0.4, 0.0])
+
+
+def test_a_target_is_one_step_old_or_fresh() -> None:
+    clock, fields = StepClock(), [noise(1, 4, 8, 8, seed=seed) for seed in range(3)]
+    target = LaggedTarget[Tensor](clock, 1, lambda each: each.shape)
+    assert target.of(fields[0]) is fields[0]
+    clock.tick()
+    assert target.of(fields[1]) is fields[0]
+    clock.tick()
+    clock.tick()
+    assert target.of(fields[2]) is fields[2]  # the one before is of two steps ago
+
+
+def test_the_anchor_is_not_moved_to_its_own_past() -> None:
+    interlace, level = Interlace((16, 16), (2, 2)), NoiseLevel(time=0.6, signal=0.8, noise=0.6, predicts="epsilon")
+    x, predictions, past = noise(4, 1, 4, 8, 8), noise(4, 1, 4, 8, 8, seed=1), noise(1, 4, 8, 8, seed=2)
+    moved = guided(Guidance(), level, interlace, StructureTarget(field_BChw=past), (x, predictions), 1.0)
+    assert torch.equal(moved[0], predictions[0])
+    assert not torch.allclose(moved[1], predictions[1])
 
 
 def test_windows(tiny: Tiny) -> None:

@@ -61,6 +61,14 @@ def test_a_perfect_prediction_tells_the_clean_latent(scheduler: Any) -> None:
         assert torch.allclose(level.noise_in(x, moved), level.noise_in(x, prediction) + 0.1, atol=1e-4)
 
 
+def test_flow_matching_begins_with_noise_alone() -> None:
+    """What it predicts is what is interpolated, at any signal."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(4)
+    level = level_of(scheduler, scheduler.timesteps[0])
+    assert (level.signal, level.noise, level.per_noise) == (0.0, 1.0, 1.0)
+
+
 def test_times_of_flux() -> None:
     """FLUX tells its transformer times from 0 to 1."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()

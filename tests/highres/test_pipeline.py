@@ -13,8 +13,9 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.models.info import describe
 from patchpar.pipeline.validate import check_plan, check_plan_for
 from patchpar.strategies import parse_strategy, resolve_strategy
+from patchpar.strategies.structure.patch_inputs import pack
 from tests.breadth import first_of
-from tests.tensors import relative
+from tests.tensors import noise, relative
 from tests.tiny import build
 
 from .generation import Case, alone, plain
@@ -58,6 +59,21 @@ def test_prompts_of_the_same_seed_are_no_branches_of_guidance(options: dict[str,
         together: Tensor = pipe(**call(guidance_scale=1.0, prompt=prompts, generator=seeds)).images
     assert relative(together, torch.cat(alone)) < LIMIT
     assert relative(*alone) > 1e-3
+
+
+@pytest.mark.parametrize("options", [{"guide": "flow", "switch": 0.9}, {"preset": "paper", "shared_noise": 0.0}])
+def test_prompts_of_the_same_seed_are_none_in_calls_of_their_own(options: dict[str, Any]) -> None:
+    """Pipelines with `true_cfg_scale` call the denoiser for each branch. Flow matching begins with noise alone."""
+    start, prompts = pack(noise(1, 4, 16, 16)), ["a red house", "two trees at night"]
+
+    def generated(prompt: list[str]) -> Tensor:
+        given = {"prompt": prompt, "negative_prompt": ["fog"] * len(prompt), "latents": start.repeat(len(prompt), 1, 1)}
+        arguments = Case().arguments | {"true_cfg_scale": 3.0} | given
+        return alone(Case(pipeline="flux", options=options, steps=4, arguments=arguments))
+
+    each = [generated([prompt]) for prompt in prompts]
+    assert relative(generated(prompts), torch.cat(each)) < LIMIT
+    assert relative(*each) > 1e-3
 
 
 @pytest.mark.breadth

@@ -16,13 +16,11 @@ from patchpar.comm.kernels import fused_op, pack_tensors
 from patchpar.shard.kernels import (
     concat_halo,
     correct_tokens,
-    extrapolate_tokens,
     fit_tokens,
     group_moments,
     group_norm,
     merge_partials,
     quantize_delta,
-    sample_tokens,
     write_tokens,
 )
 from tests.breadth import first_of
@@ -130,11 +128,11 @@ CASES = [
     Case("write_tokens", write_tokens.write_tokens, write_tokens.launch_write_tokens, local_tokens),
     Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, samples),
     Case("fit_tokens", fit_tokens.fit_tokens, fit_tokens.launch_fit_tokens, kept_tokens),
-    Case("sample_tokens", sample_tokens.sample_tokens, sample_tokens.launch_sample_tokens, kept_samples),
+    Case("sample_tokens", fit_tokens.sample_tokens, fit_tokens.launch_sample_tokens, kept_samples),
     Case(
         "extrapolate_tokens",
-        extrapolate_tokens.extrapolate_tokens,
-        extrapolate_tokens.launch_extrapolate_tokens,
+        correct_tokens.extrapolate_tokens,
+        correct_tokens.launch_extrapolate_tokens,
         own_tokens,
     ),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),

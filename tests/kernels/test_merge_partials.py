@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from patchpar.shard.attention.partial import Partial, attend, laid_alike, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_locally, laid_alike, merge_partials
 from patchpar.shard.kernels.merge_partials import launch_merge, merge_eager
 from tests.breadth import first_of
 
@@ -26,7 +26,7 @@ def parts(number: int, *, queries: int = 37, width: int = 40, dtype: torch.dtype
     found = []
     for _ in range(number):
         k, v = (torch.randn(2, 11, 3, width).transpose(1, 2) for _ in range(2))
-        out, lse = attend(q, k, v)
+        out, lse = attend_locally(q, k, v)
         found.append((out.transpose(1, 2).contiguous().transpose(1, 2).to(dtype), lse))
     (out, lse), *others = found
     return out, lse, [each for each, _ in others], [each for _, each in others]

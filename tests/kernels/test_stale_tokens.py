@@ -12,12 +12,17 @@ from torch import Tensor
 from patchpar.shard.kernels.correct_tokens import (
     RunOfRanks,
     correct_tokens_eager,
+    extrapolate_tokens_eager,
     launch_correct_tokens,
+    launch_extrapolate_tokens,
     table_of,
 )
-from patchpar.shard.kernels.extrapolate_tokens import extrapolate_tokens_eager, launch_extrapolate_tokens
-from patchpar.shard.kernels.fit_tokens import fit_tokens_eager, launch_fit_tokens
-from patchpar.shard.kernels.sample_tokens import launch_sample_tokens, sample_tokens_eager
+from patchpar.shard.kernels.fit_tokens import (
+    fit_tokens_eager,
+    launch_fit_tokens,
+    launch_sample_tokens,
+    sample_tokens_eager,
+)
 from patchpar.shard.kernels.write_tokens import launch_write_tokens, write_tokens_eager
 from tests.breadth import first_of
 

@@ -40,7 +40,7 @@ def group():
 @pytest.mark.parametrize(
     ("backend", "message", "of_gpu"),
     [
-        (None, "undefined", "nccl" if dist.is_nccl_available() else "gloo"),
+        (None, "undefined", "nccl" if dist.is_nccl_available() and torch.cuda.is_available() else "gloo"),
         ("gloo", "gloo", "gloo"),
         ("cpu:gloo,cuda:gloo", "cpu:gloo,cuda:gloo", "gloo"),
     ],

@@ -178,6 +178,16 @@ def test_descriptors_that_came_before_one_for_which_there_is_none_left_are_close
             os.fstat(free)
 
 
+def test_a_descriptor_that_came_is_not_handed_on_to_other_programs() -> None:
+    """A program that a worker starts would keep a link to a dead rank open, or hold an image in memory."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryFile() as file:
+        socket.send_fds(theirs, [b"frame"], [file.fileno()])
+        _, (descriptor,) = receive_with_descriptors(ours, 5, 1)
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+
+
 def worker_on(end: socket.socket) -> Worker:
     config: Any = SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=1.0, session_key=b"")
     heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext(), show_work=lambda: None)

@@ -203,6 +203,42 @@ def test_closing_from_another_thread_ends_a_call():
     assert all_gone(pids)
 
 
+def interrupt_in(where, monkeypatch):
+    """Let the next call of a method of workers be interrupted; the list that is returned is empty afterwards."""
+    whole, interrupts = getattr(WorkerProcess, where), [KeyboardInterrupt]
+
+    def interrupted(self, *args):
+        if interrupts:
+            raise interrupts.pop()
+        return whole(self, *args)
+
+    monkeypatch.setattr(WorkerProcess, where, interrupted)
+    return interrupts
+
+
+def test_closing_from_another_thread_ends_a_start():
+    """The workers, which are killed, did not fail."""
+    with LocalExecutor(["cpu"], PLAIN, preload=["tests.launch.slow_module"]) as executor:
+        executor.start()
+        closing = threading.Timer(0.3, executor.close)
+        closing.start()
+        with pytest.raises(LaunchError, match=r"^this executor is closed"):
+            executor.call("rank")
+        closing.join()
+
+
+def test_an_interrupt_of_close_ends_the_workers_all_the_same(monkeypatch):
+    """Also one that does not stop when it is asked to, and whose program catches the interrupt."""
+    executor = LocalExecutor(["cpu"], PLAIN)
+    pids = executor.call("rank") and executor.pids
+    interrupts = interrupt_in("wait", monkeypatch)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(KeyboardInterrupt):
+        executor.close()
+    assert not interrupts
+    assert all_gone(pids)
+
+
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
@@ -238,6 +274,22 @@ def test_workers_are_started_once_the_cause_is_gone(monkeypatch):
             executor.call("rank")
         executor._failed_at -= PAUSE_SECONDS
         assert executor.call("rank") == [0]
+        executor._pool.drop([0])
+        monkeypatch.setattr(executor._pool, "start", fails)
+        for _ in range(MAX_FAILED_STARTS):  # in a row: those before the workers were there do not count
+            with pytest.raises(LaunchError, match=r"^there is no room"):
+                executor.call("rank")
+
+
+def test_starts_that_were_interrupted_have_not_failed(monkeypatch):
+    def interrupted(ranks):
+        raise KeyboardInterrupt
+
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        monkeypatch.setattr(executor._pool, "start", interrupted)
+        for _ in range(MAX_FAILED_STARTS + 1):
+            with pytest.raises(KeyboardInterrupt):
+                executor.call("rank")
 
 
 def test_a_worker_that_dies_while_it_starts():
@@ -318,19 +370,13 @@ def test_a_start_that_fails_leaves_no_descriptors(monkeypatch):
 def test_a_second_interrupt_leaves_no_descriptors(where, monkeypatch):
     """It comes while the first one ends the workers."""
     before = descriptors()
-    whole, interrupts = getattr(WorkerProcess, where), [KeyboardInterrupt]
-
-    def interrupted(self, *args):
-        if interrupts:
-            raise interrupts.pop()
-        return whole(self, *args)
 
     def interrupt(rank, event):
         raise KeyboardInterrupt
 
     with LocalExecutor(["cpu"], PLAIN) as executor:
         pids = executor.call("rank") and executor.pids
-        monkeypatch.setattr(WorkerProcess, where, interrupted)
+        interrupts = interrupt_in(where, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             executor.call("emit_then_sleep", 30, on_event=interrupt)
         assert not interrupts

@@ -270,6 +270,16 @@ def test_a_change_ends_the_worker_of_a_released_rank_which_would_not_know_of_it(
         executor.call("rank")
 
 
+def test_a_change_waits_for_a_call_on_a_released_rank_before_it_ends_its_worker() -> None:
+    executor, held = LocalExecutor(["cpu"] * 2, LAZY), list[set[int]]()
+    workers: Any = NoPool()
+    executor._pool = workers
+    executor.release(1)
+    workers.drop = lambda ranks: held.append(set(executor._locks._owners))
+    executor.call("load", "a model", replay=True)
+    assert held == [{0, 1}]
+
+
 @pytest.mark.breadth
 def test_a_released_rank_that_a_call_has_named_has_the_changes_of_later_calls() -> None:
     with LocalExecutor(["cpu"] * 2, LAZY, deadline=DEADLINE, one_by_one=True) as pool:

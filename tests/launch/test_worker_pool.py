@@ -91,6 +91,20 @@ def test_a_pool_that_another_thread_closes_says_so(pool: WorkerPool) -> None:
     pool._connect((0, 1))  # at the end of a call that was running
 
 
+def test_workers_that_were_being_started_when_another_thread_closed_the_pool_are_ended(pool: WorkerPool) -> None:
+    """It has not seen them."""
+    pool._workers.clear()
+
+    def start(ranks: Any, *_: Any) -> Any:
+        pool.close()
+        yield from map(worker, ranks)
+
+    pool._starter.start = start  # type: ignore[method-assign]
+    with pytest.raises(LaunchError, match="closed"):
+        pool.start([0, 1])
+    assert not pool._workers
+
+
 def test_a_worker_whose_channel_another_thread_has_closed_has_died() -> None:
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
@@ -132,5 +146,6 @@ def test_a_message_that_comes_slowly_is_progress_and_answers_to_pings_are_none(
     outcome = loop.run([])
     assert outcome.stuck == ([0] if is_stuck else [])
     assert (0 in outcome.results) != is_stuck
+    assert not outcome.silent
     ours.close()
     theirs.close()

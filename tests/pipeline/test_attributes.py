@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+)
 from diffusers.hooks import PyramidAttentionBroadcastConfig
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
@@ -139,6 +144,11 @@ def test_networks_stay_in_the_workers(parallel: ParallelPipeline, name: str) -> 
         operator.attrgetter(name)(parallel)
 
 
+def test_another_pipeline_of_the_same_networks(parallel: ParallelPipeline) -> None:
+    with pytest.raises(UnsupportedModel, match=r"other pipelines of the same networks \(from_pipe\), before"):
+        StableDiffusionXLImg2ImgPipeline.from_pipe(parallel)
+
+
 def test_methods_of_a_network_act_on_all_ranks(parallel: ParallelPipeline, own_plain: Any) -> None:
     tall = {**QUICK, "num_inference_steps": 1, "output_type": "np", "height": 256}  # more than one tile
     parallel.plan = "patch=2"
@@ -240,6 +250,36 @@ def test_what_holds_a_parallel_pipeline_cannot_travel(parallel: ParallelPipeline
             copied(parallel)
     with pytest.raises(PlanError, match=refused):
         parallel.asks_for_the_time = lambda: parallel.current_timestep
+
+
+def test_what_stands_for_a_network_cannot_be_copied_or_set(parallel: ParallelPipeline) -> None:
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"<pipe\.unet, .* in the workers> stands for a network"):
+            copied(parallel.unet)
+    for path in ("unet", "vae.encoder"):
+        owner, _, name = path.rpartition(".")
+        with pytest.raises(UnsupportedModel, match=rf"pipe\.{path} cannot be <pipe\.unet, .*: set a network that"):
+            setattr(getattr(parallel, owner) if owner else parallel, name, parallel.unet)
+    with pytest.raises(PlanError, match=r"cannot be sent to worker processes: <pipe\.unet, .* stands for a network"):
+        parallel.register_modules(unet=parallel.unet)
+
+
+@pytest.mark.parametrize("path", ["unet", "vae.decode"])
+def test_compiled_in_this_process(parallel: ParallelPipeline, path: str) -> None:
+    """As in diffusers' documentation, pipe.unet = torch.compile(pipe.unet)."""
+    owner, _, name = path.rpartition(".")
+    network = getattr(parallel, owner) if owner else parallel
+    with pytest.raises(UnsupportedModel, match=rf"pipe\.{path} .*torch\.compile.*compile_repeated_blocks"):
+        setattr(network, name, torch.compile(getattr(network, name), backend="eager"))
+
+
+def test_parts_that_a_pipeline_does_not_have(parallel: ParallelPipeline, plain: Any) -> None:
+    """diffusers registers them, and cannot list the pipeline's components afterwards."""
+    with pytest.raises(UnsupportedModel, match="XLPipeline has no part safety_checker to register: it has feat"):
+        parallel.register_modules(safety_checker=None)
+    with pytest.raises(ValueError, match="ink"):
+        parallel.set_adapters("ink")
+    parallel.register_modules(scheduler=plain.scheduler)
 
 
 def test_a_cache_asks_for_the_timestep_of_the_ranks_own_pipeline(hold: Hold) -> None:

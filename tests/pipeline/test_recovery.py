@@ -6,12 +6,15 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from patchpar import ParallelPipeline, RetriesExhausted, WorkerDied, WorkerOutOfMemory
+from patchpar import LaunchError, ParallelPipeline, RetriesExhausted, WorkerDied, WorkerOutOfMemory
+from patchpar.pipeline.recovery import Recovery
 from patchpar.pipeline.stragglers import LEFT_OUT_SECONDS, SlowRanks, StragglerMonitor
+from patchpar.plan.plan import Plan
 from tests.pipeline.conftest import EXACT, QUICK, generator, relative_error
 from tests.pipeline.odd import DiesAt, LacksMemory
 from tests.tiny import build
@@ -116,6 +119,20 @@ def test_a_callback_is_asked_once_for_each_step(four: ParallelPipeline) -> None:
     job = four.submit(**CALL, plan="patch=2", callback_on_step_end=kills, generator=generator())
     assert relative_error(job.result(SECONDS), want) <= EXACT
     assert (asked, job.retries) == ([0, 1, 2, 3, 4, 5], 1)
+
+
+def test_lack_of_memory_is_told_though_workers_cannot_say_what_is_free() -> None:
+    """One that was lost has to be started for it, and may find no memory for the model."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        raise LaunchError("the workers could not be started: no memory")
+
+    state: Any = SimpleNamespace(ranks=SimpleNamespace(kind="local", call=call))
+    caller: Any = SimpleNamespace(journal=None, progress=(1, 4))
+    placement: Any = SimpleNamespace()
+    with pytest.raises(WorkerOutOfMemory, match=r"in step 2 of 4; free now: unknown.*CUDA out of memory") as raised:
+        Recovery(state, caller, placement).after(WorkerOutOfMemory("CUDA out of memory", rank=1), Plan(), (0, 1))
+    assert (raised.value.rank, raised.value.free) == (1, "")
 
 
 @pytest.mark.breadth

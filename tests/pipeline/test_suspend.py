@@ -21,10 +21,9 @@ from patchpar import CallSuspended, ParallelPipeline, PlanError, SuspendedCall
 from patchpar.pipeline import suspended_call as suspended_call_module
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.call_journal import CallJournal
-from patchpar.pipeline.call_placement import CallPlacement
+from patchpar.pipeline.call_placement import CallPlacement, JobOptions
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.job_options import JobOptions
 from patchpar.pipeline.messages import CallbackChange, RecordedPrediction, TensorBytes
 from patchpar.pipeline.startup import plan_of
 from patchpar.pipeline.suspended_call import CallbackAnswer

@@ -16,11 +16,10 @@ from patchpar.pipeline.planner import recording_runner
 from patchpar.pipeline.planner.empty_call import arguments_of_first_call
 from patchpar.pipeline.planner.image_ranks import unequal_pairs
 from patchpar.pipeline.planner.record import Recording
-from patchpar.pipeline.planner.record_options import RecordOptions
+from patchpar.pipeline.planner.record_options import KnownTokens, RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
-from patchpar.pipeline.planner.token_plans import KnownTokens
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Operator, Wait, bytes_sent, steps_of
 from patchpar.shard.stages.search import CutSearch

@@ -12,7 +12,7 @@ import pytest
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast, RankMemory
 from patchpar.pipeline.planner.placement import TRIES, placed
-from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, fits, ranked, search
+from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, ranked, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.plan.link_model import LinkModel, edges_for
 from patchpar.plan.plan import Plan
@@ -103,7 +103,7 @@ def test_weights_that_do_not_fit_are_sharded() -> None:
     machine = Machine.parse("4xH100")
     found = search(machine, 1, "exact", simulated(machine, exchange=0.001, weights=100 * 10**9))
     assert found.best.plan == Plan(patch=4, weights="sharded")
-    assert not any(fits(each) for each in found.ranked if each.plan.weights == "whole")
+    assert not any(each.fits for each in found.ranked if each.plan.weights == "whole")
     with pytest.raises(PlanError, match="no plan fits the memory"):
         search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=10**12)).best  # noqa: B018
 

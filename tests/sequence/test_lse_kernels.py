@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchpar.shard.attention import lse_kernels
-from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.lse_kernels import (
     CUDNN,
     EFFICIENT,
@@ -24,7 +23,7 @@ from patchpar.shard.attention.lse_kernels import (
     attend_by,
     kernel_for,
 )
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 from tests.breadth import first_of
 from tests.tensors import relative
 

@@ -82,7 +82,7 @@ def test_what_waits_by_priority_and_how_slow_ranks_are(fake: FakeGenerator, serv
 
 
 def test_every_metric_is_on_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs/howto/serve.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/howto/operate-a-server.md").read_text()
     found = set(re.findall(r"^# TYPE (patchpar_\w+)", ServerMetrics().text().decode(), re.MULTILINE))
     names = {name for name in found if not name.endswith("_created")}
     assert names - set(re.findall(r"`(patchpar_\w+)`", page)) == set()

@@ -66,7 +66,7 @@ class CutNetwork:
         """What each stage finds that begins at these cuts."""
 
         def layout(search: CutSearch, stages: int) -> StageLayout:
-            return StageLayout(search.calls, search.first, tuple(cuts), tuple(cuts.values()))
+            return StageLayout(search.calls, search.first, tuple(cuts), tuple(cuts.values()), search.output)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(CutSearch, "layout", layout)
@@ -87,7 +87,8 @@ class CutNetwork:
         part = held(network) / whole
         stages.exchange = "off"
         alone = equal(stages.denoise(network.forward, **call()), self._wanted)
-        blocks = len(stages._layouts[0][1].own_calls(axis.rank))
+        (layout,) = stages._layouts[0][1].values()
+        blocks = len(layout.own_calls(axis.rank))
         stages.restore()
         restored = same_state(network, before)
         return OfStage(equal=found, equal_without_exchange=alone, held=part, blocks=blocks, restored=restored)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,12 @@ from tests.ranks import PoolRank
 from tests.tiny.transformers import TRANSFORMERS
 from tests.weights import networks
 from tests.weights.on_ranks import equal, same_state, state_of, tensors
+
+DEEP = {
+    "Lumina2Transformer2DModel": {"num_layers": 10},
+    "HunyuanVideoFramepackTransformer3DModel": {"num_single_layers": 10},
+}
+"""Configurations with more blocks, so that refiners of text are few beside them and run on every stage."""
 
 
 def staged(this: PoolRank, network: nn.Module, folder: str | None = None) -> StagedDenoiser:
@@ -45,7 +53,7 @@ def diffusers_network(this: PoolRank, name: str, folder: str | None) -> dict[str
         stages.comm.traffic.clear()
         found.append(equal(stages.denoise(network.forward, **call()), wanted))
         sent.append({kind: count for kind, count in stages.comm.traffic.bytes_sent.items() if count})
-    layout = stages._layouts[0][1]
+    (layout,) = stages._layouts[0][1].values()
     kept = held(network)
     stages.exchange = "off"
     wrong = equal(stages.denoise(network.forward, **call()), wanted)
@@ -113,6 +121,41 @@ def two_forms(this: PoolRank) -> list[bool]:
 
 
 @torch.no_grad()
+def other_lengths(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
+    """Calls whose arguments have the same shapes, and a mask that says how long each text is, which blocks see."""
+    entry = TRANSFORMERS[name]
+    network, call = replace(entry, config=entry.config | DEEP[name]).build(), partial(entry.call, 0)
+    given = one_sample(call()) if name.startswith("Hunyuan") else call()  # of several it keeps all tokens
+    calls = [{**given, "encoder_attention_mask": mask} for mask in masks_like(given["encoder_attention_mask"])]
+    wanted = [network(**each) for each in calls]
+    stages = staged(this, network, folder)
+    order = (0, 1, 0, 1, 2, 0, 1, 2)
+    found = [equal(stages.denoise(network.forward, **calls[each]), wanted[each]) for each in order]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages._weights, "gather", _no_memory)  # what is known needs no weights of other stages
+        found += [equal(stages.denoise(network.forward, **calls[each]), wanted[each]) for each in order]
+        kept = held(network)
+        stages.exchange = "off"
+        wrong = [equal(stages.denoise(network.forward, **calls[each]), wanted[each]) for each in order]
+    stages.restore()
+    return {"equal": found, "equal without exchange": wrong, "held": kept / held(network), "error": stages.error}
+
+
+def one_sample(call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the first sample [1, ...] of a batch."""
+    shared = ("indices_latents", "indices_latents_clean", "indices_latents_history_2x", "indices_latents_history_4x")
+    return {name: x if name in shared else x[:1] for name, x in call.items()}
+
+
+def masks_like(mask: Tensor) -> list[Tensor]:
+    """Masks [B, T] of three longest texts; with the last two of them all texts are of one length."""
+    found = [mask.clone(), torch.zeros_like(mask), torch.zeros_like(mask)]
+    found[1][:, :7] = 1
+    found[2][:, :5] = 1
+    return found
+
+
+@torch.no_grad()
 def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> dict[str, Any]:
     """Where five equal blocks are cut if one of them sleeps longer than the others, on all ranks or on one.
 
@@ -130,18 +173,18 @@ def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_seconds, "time", clock)
         found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(2)]
-    cuts = stages._layouts[0][1].cuts
+    ((cuts,),) = ([each.cuts for each in layouts.values()] for _, layouts in stages._layouts)
     stages.restore()
     return {"equal": found, "cuts": cuts}
 
 
 class Otherwise(networks.Chain):
-    """Runs its blocks in another order when told."""
+    """Runs its blocks in another order when told, or some of them."""
 
-    otherwise = False
+    asked: tuple[int, ...] = (0, 1, 2, 3, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.order = (4, 3, 2, 1, 0) if self.otherwise else (0, 1, 2, 3, 4)
+        self.order = self.asked
         return super().forward(x)
 
 
@@ -234,19 +277,19 @@ def refused(this: PoolRank, case: str) -> str:
 
 
 @torch.no_grad()
-def another_order(this: PoolRank) -> str:
-    """The message where blocks run in another order than at the first call; the next call, as before, is right."""
+def another_order(this: PoolRank, order: tuple[int, ...]) -> str:
+    """The message where other blocks run than at the first call; the next call, as before, is right."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = Otherwise().eval().requires_grad_(False)
     x = networks.sample()
     wanted, stages = network(x), staged(this, network)
     stages.denoise(network.forward, x)
-    network.otherwise = True
+    network.asked = order
     with pytest.raises(PatchparError) as caught:
         stages.denoise(network.forward, x)
     stages.restore()
-    network.otherwise = False
+    network.asked = Otherwise.asked
     assert equal(network(x), wanted)
     return str(caught.value)
 

@@ -74,7 +74,7 @@ def in_stages(name: str, stages: int, patches: int, folder: Path, exchange: str)
     return found
 
 
-def divided(network: nn.Module, comm: Communicator, mesh: Mesh, cache: VerificationCache) -> Any:
+def divided(network: nn.Module, comm: Communicator, mesh: Mesh, cache: VerificationCache | None) -> Any:
     """A network in the stages and patches of a mesh."""
     patched = ExactPatch().install(network, comm, mesh["patch"], verifications=cache)
     if mesh["stage"].size == 1:
@@ -86,7 +86,7 @@ def layouts_of(denoiser: Any) -> list[StageLayout]:
     """How calls on patches are divided, and whole ones; none without stages."""
     if not isinstance(denoiser, StagedPatches):
         return []
-    return [denoiser._known[0][1], denoiser.stages._layouts[0][1]]
+    return [denoiser._known[0][1], *denoiser.stages._layouts[0][1].values()]
 
 
 def carried_by(layout: StageLayout, stage: int) -> int:

@@ -22,12 +22,13 @@ from tests import tiny
 from tests.ranks import PoolRank
 
 SEED, STEPS = 7, 4
+DEEP = {"flux": {"num_layers": 2, "num_single_layers": 10}, "lumina2": {"num_layers": 9}}
+"""How many blocks the transformers of pipelines have whose names begin with "deep"."""
 
 
 def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -> dict[str, Any] | None:
     """Two calls in stages; whether they give the latents `without` them ("" is plain diffusers), and what was sent."""
-    built = tiny.build(name)
-    pipe, arguments = built.pipe, built.call_kwargs
+    pipe, arguments = _built(name)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
     plain = tensors_in(pipe(**_kwargs(arguments)))
     runner = PipelineRunner(this.context)
@@ -97,7 +98,7 @@ def _weights(pipe: Any) -> dict[str, Tensor]:
 
 def hosted(this: PoolRank, plan: str) -> dict[str, Any] | None:
     """Two calls with blocks in host memory from the start, a method, and two more: and the memory of the denoiser."""
-    pipe, arguments = deep()
+    pipe, arguments = deep("flux")
     network = pipe.transformer
     before, whole = {key: x.clone() for key, x in _weights(pipe).items()}, memory_of(network)
     plain, most = tensors_in(pipe(**_kwargs(arguments))), [0]
@@ -130,12 +131,19 @@ def hosted(this: PoolRank, plan: str) -> dict[str, Any] | None:
     }
 
 
-def deep() -> tuple[Any, dict[str, Any]]:
-    """A pipeline with a transformer of twelve blocks, and arguments of its call."""
-    built = tiny.build("flux")
+def _built(name: str) -> tuple[Any, dict[str, Any]]:
+    if name.startswith("deep "):
+        return deep(name.removeprefix("deep "))
+    built = tiny.build(name)
+    return built.pipe, built.call_kwargs
+
+
+def deep(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pipeline with a transformer of many blocks, and arguments of its call."""
+    built = tiny.build(name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = {**built.denoiser.config, "num_layers": 2, "num_single_layers": 10}
+        config = {**built.denoiser.config, **DEEP[name]}
         built.pipe.transformer = type(built.denoiser).from_config(config).eval().requires_grad_(False)
     return built.pipe, built.call_kwargs
 

@@ -36,7 +36,7 @@ def test_same_latents_as_whole_weights(tmp_path: Path, name: str, plan: str) -> 
 @pytest.mark.breadth
 def test_a_device_has_its_own_blocks_and_slots_at_most(ranks: Any) -> None:
     """From loading on, in the first call too, in which the whole network runs; and after a method between calls."""
-    plan, networks = Plan(stage=2, weights="hosted"), network_bytes(deep()[0])
+    plan, networks = Plan(stage=2, weights="hosted"), network_bytes(deep("flux")[0])
     of_denoiser = {name: each for name, each in networks.items() if name == "transformer"}
     limit = memory_of(plan, of_denoiser).ranks[0]
     of_ranks = ranks.run("tests.stages.pipelines:hosted", 4, str(plan))[:2]

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 
-from patchpar.errors import PlanError, WorkerDied
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError, WorkerDied
 from patchpar.models.info import describe
 from patchpar.pipeline.validate import check_plan
+from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
+from patchpar.shard.stages.block_hooks import Recorder
+from patchpar.shard.stages.layout import StageLayout
+from patchpar.shard.stages.patches import StagedPatches
+from patchpar.shard.stages.search import CutSearch
+from patchpar.shard.verification_cache import VerificationCache
 from tests import tiny
 from tests.breadth import first_of
-from tests.stages.on_threads import OfRank, in_stages
+from tests.stages.on_ranks import built
+from tests.stages.on_threads import OfRank, divided, in_stages
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
+from tests.unit.threads import on_threads
 
 NETWORKS = ["FluxTransformer2DModel", "sdxl", "SD3Transformer2DModel", "WanTransformer3DModel", "HunyuanDiT2DModel"]
 PIPELINES = [
@@ -94,6 +107,140 @@ def test_exact_steps_that_changes_in_all_blocks_decide_upon_are_refused() -> Non
     plan = Plan.parse("stage=2,patch=2,strategy=fresh-edges:quality=40")
     with pytest.raises(PlanError, match=r"`quality` and `budget` decide .*leave them out, or use stage=1"):
         check_plan(describe(pipe), plan)
+
+
+@pytest.fixture
+def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """What a function returns of a network in two stages of two patches, on each of four ranks."""
+    monkeypatch.setattr("patchpar.shard.stages.denoiser.seconds_of_blocks", lambda *_: [])  # threads measure others
+
+    def run(function: Callable[..., Any], *, verified: bool = True) -> list[Any]:
+        networks = [built(NETWORKS[0]) for _ in range(4)]
+
+        @torch.no_grad()
+        def on_rank(transport: Any) -> Any:
+            (network, call), mesh = networks[transport.rank], Mesh(transport.rank, range(4), stage=2, patch=2)
+            cache = VerificationCache(tmp_path / str(transport.rank)) if verified else None
+            return function(network, call, divided(network, Communicator(transport), mesh, cache))
+
+        return on_threads(4, on_rank, deadline=60.0)
+
+    return run
+
+
+def test_a_network_that_is_changed_between_images(four: Any) -> None:
+    """Its cuts are found anew, with all weights, also where that is announced."""
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> bool:
+        found = []
+        for eps, is_announced in ((1e-6, False), (1e-2, False), (1e-1, True)):
+            if is_announced:
+                denoiser.forget()
+            network.norm_out.norm.eps = eps
+            denoiser.reset()
+            found.append([denoiser.denoise(network.forward, **call())[0] for _ in range(2)])
+        denoiser.restore()
+        wanted = []
+        for network.norm_out.norm.eps in (1e-6, 1e-2, 1e-1):
+            wanted.append(network(**call())[0])
+        near = [relative(x, want) < 1e-5 for each, want in zip(found, wanted, strict=True) for x in each]
+        return all(near) and relative(*wanted[:2]) > 1e-4 and relative(*wanted[1:]) > 1e-4
+
+    assert four(on_rank) == [True] * 4
+
+
+@pytest.mark.parametrize("exchange", ["on", "off"])
+def test_patches_are_compared_where_whole_images_have_been_in_stages(four: Any, exchange: str) -> None:
+    """As in a comparison of guidance branches: weights come back, and patches have a verification of their own."""
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> float:
+        for _ in range(2):
+            whole = denoiser.stages.denoise(network.forward, **call())[0]
+        denoiser.stages.exchange = exchange
+        return relative(denoiser.denoise(network.forward, **call())[0], whole)
+
+    for found in four(on_rank):
+        if exchange == "on":
+            assert found < 1e-5
+        else:
+            assert isinstance(found, VerificationError)
+            assert "in 2 stages of 2 patches" in str(found)
+
+
+def test_a_verification_that_one_patch_alone_has_kept(four: Any, tmp_path: Path) -> None:
+    """All compare again: those of the other patch cannot do so alone."""
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> Tensor:
+        found: Tensor = denoiser.denoise(network.forward, **call())[0]
+        return found
+
+    before = four(on_rank)
+    for rank in (0, 2):
+        shutil.rmtree(tmp_path / str(rank))
+    assert all(map(torch.equal, four(on_rank), before))
+
+
+@pytest.mark.parametrize("unlike", ["form", "path"])
+def test_other_blocks_of_patches_than_of_whole_images(four: Any, monkeypatch: pytest.MonkeyPatch, unlike: str) -> None:
+    """Or patches whose outputs have other shapes on the next stage."""
+
+    class Unlike(Recorder):
+        def __call__(self, number: int, path: str, run: Any) -> Any:
+            output, before = super().__call__(number, path, run), self.calls[0]
+            if unlike == "path":
+                self.calls[number] = replace(self.calls[number], path=before.path)
+            elif self._network.stage == 1:
+                self.calls[number] = replace(self.calls[number], form=replace(before.form, tensors=()))
+            return output
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> None:
+        network.stage = denoiser.stages.axis.rank
+        denoiser.denoise(network.forward, **call())
+
+    monkeypatch.setattr("patchpar.shard.stages.patches.Recorder", Unlike)
+    for found in four(on_rank, verified=False):
+        assert isinstance(found, UnsupportedModel), found
+        assert "the stages compute different patches of FluxTransformer2DModel, or other blocks" in str(found)
+
+
+def test_a_split_that_calls_the_network_twice_is_refused(four: Any) -> None:
+    """Other stages send what they have of one call."""
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> None:
+        denoiser.denoise(network.forward, **call())
+        denoiser.patched.denoise = lambda *args, **kwargs: [denoiser.patched.exactly(*args, **kwargs) for _ in range(2)]
+        denoiser.denoise(network.forward, **call())
+
+    for found in four(on_rank, verified=False):
+        assert isinstance(found, UnsupportedModel), found
+        assert "calls a block otherwise than at the first call with the same arguments" in str(found)
+
+
+def test_an_image_begins_and_ends_for_patches_and_stages() -> None:
+    patched, stages = MagicMock(), MagicMock()
+    denoiser = StagedPatches(patched, stages, MagicMock())
+    denoiser.reset()
+    denoiser.finish()
+    assert [name for name, *_ in patched.method_calls] == ["reset", "finish"]
+    assert [name for name, *_ in stages.method_calls] == ["reset"]
+
+
+def test_patches_whose_stages_are_cut_elsewhere_are_refused(four: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a block that only one patch runs it would wait for the other one until the deadline."""
+    layout = CutSearch.layout
+
+    def by_patch(search: CutSearch, stages: int) -> StageLayout:
+        found, cut = layout(search, stages), layout(search, stages).cuts[0] + 1
+        return replace(found, cuts=(cut,), carried=((cut - 1,),)) if search.network.is_second else found
+
+    def on_rank(network: Any, call: Any, denoiser: Any) -> Any:
+        network.is_second = denoiser.patched.mesh[1].rank == 1
+        return denoiser.denoise(network.forward, **call())
+
+    monkeypatch.setattr(CutSearch, "layout", by_patch)
+    for found in four(on_rank, verified=False):
+        assert isinstance(found, UnsupportedModel), found
+        assert "the ranks find different stages in FluxTransformer2DModel" in str(found)
 
 
 @pytest.mark.breadth

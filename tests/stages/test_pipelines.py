@@ -18,6 +18,7 @@ CASES = [
     ("wan", "cfg=2,stage=2", ""),
     ("sdxl", "cfg=2,stage=2", "cfg=2"),
     ("qwen", "stage=2", ""),
+    ("deep lumina2", "stage=2", ""),  # the two prompts have other lengths, which a mask says
 ]
 
 

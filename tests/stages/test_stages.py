@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,6 +17,7 @@ from patchpar.shard.stages import block_seconds
 from patchpar.shard.stages.balance import balanced, balanced_by_time
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
 from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.stages.stage_pass import StagePass
 from tests.breadth import first_of
 from tests.clock import Clock
 from tests.exact import denoisers
@@ -76,6 +79,25 @@ def test_another_form_of_call(ranks: Any) -> None:
         assert found == [True] * 5
 
 
+LENGTHS = [
+    ("Lumina2Transformer2DModel", 2),
+    ("Lumina2Transformer2DModel", 3),
+    ("HunyuanVideoFramepackTransformer3DModel", 2),
+]
+
+
+@pytest.mark.parametrize(("name", "world"), first_of(LENGTHS, LENGTHS[0], LENGTHS[2]))
+def test_texts_of_other_lengths_in_arguments_of_the_same_shapes(
+    ranks: Any, tmp_path: Path, name: str, world: int
+) -> None:
+    """Blocks get as many tokens as a mask says: each number of them is a form of calls, with the cuts of the first."""
+    for found in ranks.run(f"{ON_RANKS}:other_lengths", world, name, str(tmp_path)):
+        assert found["equal"] == [True] * 16
+        assert not any(found["equal without exchange"])
+        assert found["held"] < 1
+        assert found["error"] == 0.0
+
+
 @pytest.mark.parametrize("name", ["several times", "tied", "nested", "read outside", "recurrent"])
 def test_networks_that_are_hard_to_divide(ranks: Any, tmp_path: Path, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:odd_networks", 2, name, str(tmp_path)):
@@ -106,9 +128,30 @@ def test_what_cannot_run_in_stages_is_refused_on_every_rank(ranks: Any, case: st
         assert says in message
 
 
-def test_blocks_in_another_order_are_refused(ranks: Any) -> None:
-    for message in ranks.run(f"{ON_RANKS}:another_order", 2):
-        assert "calls blocks.4 as block 0, other than at the first call" in message
+@pytest.mark.parametrize(
+    ("order", "says"), [((4, 3, 2, 1, 0), "calls blocks.4 as block 0"), ((0, 1, 2, 3), "calls 4 blocks")]
+)
+def test_other_blocks_than_at_the_first_call_are_refused(ranks: Any, order: tuple[int, ...], says: str) -> None:
+    for message in ranks.run(f"{ON_RANKS}:another_order", 2, order):
+        assert f"{says}, other than at the first call" in message
+
+
+def test_a_call_of_a_stage_ends_when_all_is_sent() -> None:
+    """Else what it has sent would be overwritten in the next one, and what has failed would be told there."""
+    sent: list[Mock] = []
+
+    def send(*args: Any) -> Mock:
+        sent.append(Mock())
+        return sent[-1]
+
+    axis = SimpleNamespace(rank=1, ranks=(0, 1, 2), after=None)
+    stage = StagePass((SimpleNamespace(send=send), axis), Mock(), Mock(), alone=False)  # type: ignore[arg-type]
+    to_next = Mock()
+    stage.sent.append(to_next)
+    stage.finish("output", Mock())
+    for each in (to_next, *sent):
+        each.wait.assert_called_once()
+    assert len(sent) == 1
 
 
 @pytest.mark.parametrize(

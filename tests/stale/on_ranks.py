@@ -13,8 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.stale.memory_check import expected_bytes
-from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.stale_layout import StaleLayout, expected_bytes
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
@@ -170,7 +169,7 @@ def refused(this: PoolRank, run: Run, free: int) -> str:
     """What is said where this much memory is free."""
     clock = StepClock()
     bands = patched(this, run, clock)
-    with patch("patchpar.shard.stale.memory_check.free_memory", lambda: free):
+    with patch("patchpar.shard.stale.stale_layout.free_memory", lambda: free):
         try:
             evaluate(bands, clock, run, 0)
         except PlanError as error:

@@ -16,9 +16,8 @@ from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.stale.cache import StaleBytes
-from patchpar.shard.stale.memory_check import expected_bytes
 from patchpar.shard.stale.send_window import NUM_BUFFERS, ReceiveMemory
-from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.stale_layout import StaleLayout, expected_bytes
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies import parse_strategy

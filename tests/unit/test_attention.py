@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from patchpar.shard.attention.blockwise import attend_locally
-from patchpar.shard.attention.partial import Partial, attend, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 
 
 def heads(tokens: int, *, gain: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,14 +23,14 @@ def heads(tokens: int, *, gain: float = 1.0, dtype: torch.dtype = torch.float32)
 def test_merged_partials(starts: tuple[int, ...], gain: float, scale: float | None) -> None:
     torch.manual_seed(0)
     q, k, v = heads(9, gain=gain), heads(40), heads(40)
-    parts = (attend(q, k[:, :, a:b], v[:, :, a:b], scale) for a, b in pairwise(starts))
+    parts = (attend_locally(q, k[:, :, a:b], v[:, :, a:b], scale=scale) for a, b in pairwise(starts))
     torch.testing.assert_close(merge_partials(parts).out_BNlD, attention(q, k, v, scale=scale), atol=1e-5, rtol=1e-5)
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:
     torch.manual_seed(0)
     q, k, v = heads(9, gain=3.0), heads(40), heads(40)
-    parts = [attend(q, k[:, :, i : i + 10], v[:, :, i : i + 10]) for i in range(0, 40, 10)]
+    parts = [attend_locally(q, k[:, :, i : i + 10], v[:, :, i : i + 10]) for i in range(0, 40, 10)]
     torch.testing.assert_close(
         merge_partials(parts[::-1]).out_BNlD, merge_partials(parts).out_BNlD, atol=1e-6, rtol=1e-6
     )
@@ -40,7 +39,7 @@ def test_the_order_of_arrival_does_not_matter() -> None:
 def test_without_the_others_keys_it_is_wrong() -> None:
     torch.manual_seed(0)
     q, k, v = heads(9), heads(40), heads(40)
-    assert (attend(q, k[:, :, :20], v[:, :, :20]).out_BNlD - attention(q, k, v)).abs().max() > 0.1
+    assert (attend_locally(q, k[:, :, :20], v[:, :, :20]).out_BNlD - attention(q, k, v)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -48,7 +47,7 @@ def test_in_half_precision_merging_adds_less_than_rounding(dtype: torch.dtype) -
     torch.manual_seed(0)
     q, k, v = (heads(tokens, gain=gain, dtype=dtype) for tokens, gain in ((64, 3.0), (256, 1.0), (256, 1.0)))
     oracle = attention(q.double(), k.double(), v.double())
-    merged = merge_partials(attend(q, k[:, :, i : i + 64], v[:, :, i : i + 64]) for i in range(0, 256, 64))
+    merged = merge_partials(attend_locally(q, k[:, :, i : i + 64], v[:, :, i : i + 64]) for i in range(0, 256, 64))
     assert merged.out_BNlD.dtype == dtype
     ours, torchs = ((x.double() - oracle).norm() for x in (merged.out_BNlD, attention(q, k, v)))
     assert ours < 2 * torchs
@@ -59,7 +58,7 @@ def test_the_log_sum_exp_of_the_kernel() -> None:
     torch.manual_seed(0)
     q, k, v = heads(9), heads(40), heads(40)
     expected = (q @ k.mT / math.sqrt(16)).logsumexp(-1)
-    torch.testing.assert_close(attend(q, k, v).lse_BNl, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attend_locally(q, k, v).lse_BNl, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_part_far_below_the_others_leaves_no_trace() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.pipeline.callback_tensors import CallbackTensors, refuse_for_some_prompts
+from patchpar.pipeline.step_callbacks import CallbackTensors, refuse_for_some_prompts
 
 
 def test_what_is_as_before_is_not_changed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patchpar.shard.checksum import checksum
+from patchpar.pipeline.tensor_bytes import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
 

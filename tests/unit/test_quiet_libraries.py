@@ -27,10 +27,15 @@ NOISE = (
         "There are modules in AutoencoderKL that should be kept in float32: []. Casting",
     ),
     ("transformers.utils.import_utils", "`CLIPImageProcessor` requires torchvision (not installed); falling back"),
+    (
+        "transformers.tokenization_utils_base",
+        "Token indices sequence length is longer than the specified maximum sequence length for this model (90 > 77).",
+    ),
 )
 NEWS = (
     ("diffusers.models.modeling_utils", "There are modules in X that should be kept in float32: ['norm']. Casting"),
     ("diffusers.models.modeling_utils", "Some weights of the model checkpoint were not used"),
+    ("transformers.tokenization_utils_base", "The tokenizer has no padding token"),
 )
 
 

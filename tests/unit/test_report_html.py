@@ -5,10 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import Any
 
-from patchpar.pipeline.plan_html import HEIGHT, html_of_plan
+from patchpar.pipeline.notebook_html import BAR_WIDTH, HEIGHT, html_of_plan
 from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
-from patchpar.pipeline.report_html import WIDTH
 from patchpar.plan.plan import Plan
 
 STEP = StepStats(bytes_sent={"kv": 1024}, bytes_received={"kv": 1024}, seconds_waited={"kv": 0.25})
@@ -65,14 +64,14 @@ def test_python_shows_one_line() -> None:
 
 def test_a_bar_for_each_rank_with_the_part_that_it_waited() -> None:
     page = Page(run_of(0.5, 1.0)._repr_html_())
-    assert page.widths == [WIDTH * 3 // 4, WIDTH // 4, WIDTH // 2, WIDTH // 2]
+    assert page.widths == [BAR_WIDTH * 3 // 4, BAR_WIDTH // 4, BAR_WIDTH // 2, BAR_WIDTH // 2]
     assert {"0.50 s (25%)", "1.00 s (50%)", "1.5 KiB"} <= set(page.texts)
     assert page.texts[0] == str(run_of(0.5, 1.0))
 
 
 def test_waits_longer_than_the_call_fill_the_bar_and_no_time_is_no_part() -> None:
-    assert Page(run_of(9.0)._repr_html_()).widths == [0, WIDTH]
-    assert Page(run_of(0.0, seconds=0.0)._repr_html_()).widths == [WIDTH, 0]
+    assert Page(run_of(9.0)._repr_html_()).widths == [0, BAR_WIDTH]
+    assert Page(run_of(0.0, seconds=0.0)._repr_html_()).widths == [BAR_WIDTH, 0]
 
 
 def test_names_are_text() -> None:

@@ -68,6 +68,8 @@ PROGRAMS: dict[str, Program] = {
     each.__name__: each for each in (two_calls, used_between, three_calls, pauses, two_networks, other_shape)
 }
 
+ERRORS: dict[str, type[Exception]] = {each.__name__: each for each in (NotWatched, RuntimeError, MemoryError)}
+
 
 @torch.no_grad()
 def run(this: PoolRank, name: str, cfg: int, gathered: bool) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def fails_in_its_own_call(this: PoolRank, error: str, failing: tuple[int, ...]) 
 
     def fail(x: Tensor) -> Tensor:
         if clock.evaluation and this.rank in failing:
-            raise {"NotWatched": NotWatched, "RuntimeError": RuntimeError}[error]("other arguments")
+            raise ERRORS[error]("other arguments")
         found: Tensor = plain(x)
         return found
 
@@ -152,7 +154,7 @@ def fails_in_its_own_call(this: PoolRank, error: str, failing: tuple[int, ...]) 
     guidance.reset()
     clock.reset()
     start = time.monotonic()
-    with pytest.raises(PatchparError) as raised:
+    with pytest.raises((PatchparError, MemoryError)) as raised:
         _run_steps(two_calls, call, clock)
     seconds = time.monotonic() - start
     weights.settle()

@@ -49,6 +49,12 @@ def test_an_error_in_one_branch_is_not_looked_for_without_the_split(ranks: Any) 
         assert "(RuntimeError: other arguments), which other guidance ranks cannot follow: use weights=whole" in message
 
 
+def test_lack_of_memory_in_one_branch_is_raised_as_such(ranks: Any) -> None:
+    """It says nothing of the split: another one is not looked for."""
+    for kind, message, _ in ranks.run(f"{ON_RANKS}:fails_in_its_own_call", 2, "MemoryError", (0, 1)):
+        assert (kind, message) == ("MemoryError", "other arguments")
+
+
 @pytest.mark.parametrize(("case", "says"), [("in_another_order", "in another order"), ("within_each_other", "within")])
 def test_what_other_ranks_cannot_follow_is_refused(ranks: Any, case: str, says: str) -> None:
     for message in ranks.run(f"{ON_RANKS}:{case}", 2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +24,7 @@ from patchpar.cli.flags import (
     trust_between_hosts,
 )
 from patchpar.cli.folded_help import more
+from patchpar.cli.output_files import check_can_write
 from patchpar.cli.pipeline_changes import check_prompts, loras_of, scheduler_name
 from patchpar.errors import PlanError
 
@@ -135,12 +135,11 @@ def prompts_in(path: Path) -> list[str]:
 
 
 def check_folder(path: Path) -> None:
-    """Make the folder. Raises PlanError where files cannot be written into it."""
+    """Make the folder. Raises PlanError where files cannot be written into it, as also on a full disk."""
     try:
         path.mkdir(exist_ok=True)
     except FileExistsError as error:
         raise PlanError(f"--output {path}: it is a file; name a folder") from error
     except OSError as error:
         raise PlanError(f"--output {path}: the folder cannot be made ({error.strerror}); name another") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise PlanError(f"--output {path}: no permission to write there; name another folder")
+    check_can_write(path / "records.jsonl", "--output", "records.jsonl")

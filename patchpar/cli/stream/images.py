@@ -82,13 +82,14 @@ def stream_images(request: StreamFlags) -> None:
 def _run(
     request: StreamFlags, frames: ImageFrames | None, live: LiveInputs, stack: ExitStack, ranks: StreamRanks
 ) -> StreamReport:
+    show_line = stack.enter_context(living_line("starting"))  # before the imports, which take seconds
     from patchpar import ImageStreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
     fps = request.fps or FPS if frames is None else frames.fps
     screens = FrameOutputs.pages(request, fps, None, stack, live.page)
-    print_line = screens.status_line(stack.enter_context(living_line("starting")))
+    print_line = screens.status_line(show_line)
     opened = {"takes_image": True, **request.for_loading()}
     pipe = ranks.load(lambda: ImageStreamingPipeline.from_pretrained(request.weights, **opened))
     screens = screens.with_file(stack)

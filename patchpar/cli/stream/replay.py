@@ -53,10 +53,11 @@ def replay(request: ReplayFlags) -> None:
         report.write(request.json, differing=differing)
         report.finish(is_endless=False)
         if differing:
-            made_with = (f"it was recorded with {name} {number}" for name, number in recording.origin.versions.items())
+            made_with = ", ".join(f"{name} {number}" for name, number in recording.origin.versions.items())
             raise PatchparError(
                 f"{len(differing)} of {len(recording.blocks)} blocks differ from the recording, from block "
-                f"{differing[0]} on: another model, another version ({', '.join(made_with)}), or a changed recording"
+                f"{differing[0]} on: another model, another version (it was recorded with {made_with}), or a "
+                "changed recording"
             )
         if not request.json:
             typer.echo(f"{len(recording.blocks)} blocks, every frame equal to the recording")
@@ -87,12 +88,12 @@ def _run(
     stack: ExitStack,
     ranks: StreamRanks,
 ) -> StreamReport:
+    print_line = stack.enter_context(living_line("starting"))  # before the imports, which take seconds
     from patchpar import StreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
     origin = recording.origin
-    print_line = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
     pipe = ranks.load(lambda: StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = ProgressMeter(), str(pipe.plan)

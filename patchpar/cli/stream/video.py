@@ -81,13 +81,14 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
 def _run(
     request: StreamFlags, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: StreamRanks
 ) -> StreamReport:
+    show_line = stack.enter_context(living_line("starting"))  # before the imports, which take seconds
     from patchpar import StreamDelivery, StreamingPipeline
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
     fps, live = request.fps or folder.config.fps, given.pop("live")
     screens = FrameOutputs.pages(request, fps, folder.rate, stack, live.page)
-    print_line = screens.status_line(stack.enter_context(living_line("starting")))
+    print_line = screens.status_line(show_line)
     pipe = ranks.load(
         lambda: StreamingPipeline.from_pretrained(request.weights, lora=request.lora, **request.for_loading())
     )

@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.pytree import with_own_lists
+from patchpar.comm.pytree import on_own_lists, with_own_lists
 from patchpar.comm.transport import Transport, connect_group
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import current_device
 from patchpar.pipeline.module.options import ModuleOptions
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
-from patchpar.shard.hooks import HookSet
+from patchpar.shard.hooks import ForwardHook, HookSet
 from patchpar.shard.precision import autocast_dtype
 from patchpar.shard.unsupported_model import refuse_gradients, refused_in_words
 
@@ -68,7 +67,7 @@ class ShardedModule:
 
     def take_calls(self) -> None:
         """Let every call of the network be one that ranks compute together."""
-        self._hooks.install(self.module, _ModuleHook(self), HOOK)
+        self._hooks.install(self.module, ForwardHook(lambda _, *call: self.call(*call)), HOOK)
 
     def begin(self) -> None:
         """Begin an image: values of the last one are not used. Raises ExchangeError."""
@@ -112,7 +111,7 @@ class ShardedModule:
         args, kwargs = with_own_lists((args, kwargs))  # some models write into them
         plain, start = partial(forward, *with_own_lists(args), **with_own_lists(kwargs)), time.perf_counter()
         with self._on_device(), refused_in_words(self.module, str(plan), WAY_OUT, plain):
-            output = self.denoiser.denoise(_with_own_lists(forward), *args, **kwargs)
+            output = self.denoiser.denoise(on_own_lists(forward), *args, **kwargs)
         seconds = time.perf_counter() - start  # another rank may take as long before it sends anything
         self.transport.deadline = max(self.transport.deadline, self.options.seconds + 2 * seconds)
         return output
@@ -137,27 +136,6 @@ class ShardedModule:
         """Leave the network as it was. Idempotent."""
         self.denoiser.restore()
         self._hooks.close()
-
-
-class _ModuleHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Passes calls of the network to its `ShardedModule`."""
-
-    def __init__(self, handle: ShardedModule) -> None:
-        super().__init__()
-        self.handle = handle
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the network's forward."""
-        return self.handle.call(self.fn_ref.original_forward, args, kwargs)
-
-
-def _with_own_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward whose every call begins with its own lists and dicts: it is called several times at first."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*with_own_lists(args), **with_own_lists(kwargs))
-
-    return call
 
 
 def shard_module(  # noqa: PLR0913 - each is a setting of its own, by name

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from patchpar.comm.pytree import map_leaves
+from patchpar.comm.pytree import map_tensors
 from patchpar.comm.transport import Mailboxes, ThreadTransport
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.launch.accelerators import current_device, current_streams, in_stream
@@ -135,7 +135,7 @@ class Team:
     def _own(self, rank: int, tree: Any) -> Any:
         """Return arguments on the device of a rank, in lists and dicts of its own."""
         device = self.devices[rank]
-        return map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+        return map_tensors(lambda x: x.to(device), tree)
 
     def _on_all(self, run: Callable[[int], Any]) -> list[Any]:
         """Return what `run` returns on each rank's thread. Raises the error of the rank that failed first."""

@@ -36,8 +36,13 @@ def first_call(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any]) -> Cal
         raise needs_values(pipe, error) from error
 
 
-def arguments_of_first_call(denoiser: nn.Module, run: Callable[[], Any]) -> CallArguments:
-    """Return the arguments of the first call of a denoiser in `run`, which ends there. Raises UnsupportedModel."""
+def arguments_of_first_call(
+    denoiser: nn.Module, run: Callable[[], Any], otherwise: str = "its split cannot be found"
+) -> CallArguments:
+    """Return the arguments of the first call of a denoiser in `run`, which ends there.
+
+    Raises UnsupportedModel, where it is not called; `otherwise`: what then cannot be done.
+    """
     calls: list[CallArguments] = []
 
     def first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -48,7 +53,7 @@ def arguments_of_first_call(denoiser: nn.Module, run: Callable[[], Any]) -> Call
         hooks.before(denoiser, first, with_kwargs=True)
         run()
     if not calls:
-        raise UnsupportedModel(f"{type(denoiser).__name__} was not called, so that its split cannot be found")
+        raise UnsupportedModel(f"{type(denoiser).__name__} was not called, so that {otherwise}")
     return calls[0]
 
 

@@ -80,7 +80,7 @@ def plan_without_values(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any
 def narrow_configs(denoiser: Any, size: int) -> Iterator[dict[str, Any]]:
     """Yield configurations of narrow models of the same class, the narrowest first, and at last its own."""
     config = {name: value for name, value in denoiser.config.items() if not name.startswith("_")}
-    heads = {name: value for name, value in config.items() if _counts_heads(name) and _is_many(value)}
+    heads = {name: value for name, value in config.items() if "heads" in name and _is_many(value)}
     common = gcd(*heads.values()) if heads else 0
     layers = {name: min(value, LAYERS) for name, value in config.items() if _counts_layers(name) and _is_many(value)}
     if common and common % size == 0:
@@ -91,10 +91,6 @@ def narrow_configs(denoiser: Any, size: int) -> Iterator[dict[str, Any]]:
             yield {**config, **fewer, **shorter}
     yield {**config, **layers}
     yield config
-
-
-def _counts_heads(name: str) -> bool:
-    return "heads" in name
 
 
 def _counts_layers(name: str) -> bool:

@@ -1,16 +1,41 @@
-"""How a call is recorded, and what first calls find that later ones of the same model need not find again."""
+"""How a call is recorded, and what first calls find that later ones of the same model need not find again.
 
+And token plans of transformers without values: those that come with the package, or were found by a real call before.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.meta_mode import KnownForms
 from patchpar.pipeline.planner.feature_plans import KnownFeatures
-from patchpar.pipeline.planner.token_plans import KnownTokens
+from patchpar.shard.transformer.shipped_plans import shipped_for
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.unet.discover import ExchangeSites
 
 STEPS = 4
 """Steps that are recorded: one exact, two until the values of two steps are known, and one that is like all others."""
+
+
+class KnownTokens:
+    """Token plans by denoiser. `found`: by its class, before those that come with the package."""
+
+    def __init__(self, found: Mapping[str, TokenPlan] | None = None) -> None:
+        self._found = dict(found or {})
+
+    def of(self, denoiser: nn.Module) -> TokenPlan:
+        """Return the plan of a denoiser. Raises UnsupportedModel where none is known."""
+        name = type(denoiser).__name__
+        shipped = None if name in self._found else shipped_for(denoiser)
+        plan = self._found.get(name) or (None if shipped is None else shipped.plan_for(denoiser))
+        if plan is None:
+            raise UnsupportedModel(
+                f"how the tokens of {name} are split is found by computing with values, a recording has none, and the "
+                "package has no token plan of it: use cfg=2 or data=N, which do not split them"
+            )
+        return plan
 
 
 @dataclass(slots=True)

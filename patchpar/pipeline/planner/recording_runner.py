@@ -67,16 +67,13 @@ class RecordingRunner(PipelineRunner):
     ) -> None:
         super().__init__(context)
         ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
-        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator, ways)
+        self._encoders = EncoderPlacement(context.rank, self.device, lambda: RecordingCommunicator(transport), ways)
         self._encoded = encoded
         self._transport = transport
         self._nowhere, self._options = transport, options
         self._begin: Callable[[], None] = lambda: None
         self.stale_bytes = 0
         """Of the call made last; see `RankStats`."""
-
-    def _communicator(self) -> RecordingCommunicator:
-        return RecordingCommunicator(self._nowhere)
 
     def learn(self) -> None:
         """Keep what a first call has found, for other ranks and plans."""

@@ -51,7 +51,7 @@ class PlanSearchResult:
     @property
     def best(self) -> Forecast:
         """The plan to take. Raises PlanError where none fits the memory."""
-        fitting = [each for each in self.ranked if fits(each)]
+        fitting = [each for each in self.ranked if each.fits]
         if fitting:
             return fitting[0]
         taken = [(*each.largest_memory, each.plan) for each in self.ranked]
@@ -64,7 +64,7 @@ class PlanSearchResult:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        plans = [{**each.as_dict(), "fits": fits(each)} for each in self.ranked]
+        plans = [{**each.as_dict(), "fits": each.fits} for each in self.ranked]
         return {"plans": plans, "refused": dict(self.refused), "too_slow": [str(plan) for plan in self.skipped]}
 
 
@@ -104,7 +104,7 @@ class _Search:
     @property
     def fits_one_device(self) -> bool:
         """Whether the whole model fits one device."""
-        return fits(self._one)
+        return self._one.fits
 
     def try_unless_slow(self, plan: Plan) -> None:
         """Replay a plan, unless by what it computes and launches one with fewer devices is about as fast."""
@@ -140,7 +140,7 @@ class _Search:
 
     def _may_win(self, least: float, plan: Plan) -> bool:
         """Whether a plan whose step takes at least so many seconds may be the one to take."""
-        fitting = [each for each in self.forecasts if fits(each)]
+        fitting = [each for each in self.forecasts if each.fits]
         if any(CLOSE * least >= each.step.seconds for each in fitting if each.plan.world_size < plan.world_size):
             return False
         return least <= CLOSE * min((each.step.seconds for each in fitting), default=float("inf"))
@@ -152,7 +152,7 @@ class _Search:
             return
         if plan.patch == 1:
             self._unsplit[plan.cfg] = forecast
-        if not fits(forecast) and plan.weights == "whole" and plan.stage * plan.tensor == 1:
+        if not forecast.fits and plan.weights == "whole" and plan.stage * plan.tensor == 1:
             self._tried(replace(plan, weights="sharded"))
 
     def _tried(self, plan: Plan) -> Forecast | None:
@@ -183,7 +183,7 @@ class _Search:
     def result(self, machine: AnyMachine, *, may_exchange: bool) -> PlanSearchResult:
         """Return all, the best with its ranks where they are fastest. `may_exchange`: ranks may change devices."""
         best, *others = ranked(self.forecasts)
-        if may_exchange and fits(best) and not machine.is_uniform and best.plan.world_size > 1:
+        if may_exchange and best.fits and not machine.is_uniform and best.plan.world_size > 1:
             best = placed(best, machine.devices, self._simulate)
         return PlanSearchResult(ranked=[best, *others], refused=self._refused, skipped=self._skipped)
 
@@ -259,21 +259,16 @@ def edges_of(found: Forecast) -> EdgeChoice:
     )
 
 
-def fits(found: Forecast) -> bool:
-    """Whether the memory of every rank is enough."""
-    return found.fits
-
-
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
     """Return forecasts with the best first: those that fit, and of about equal times the plan with fewer devices.
 
     One device is never behind a slower plan: where it is about equal it has the fewest devices.
     """
-    remaining = sorted(found, key=lambda each: (not fits(each), each.step.seconds))
+    remaining = sorted(found, key=lambda each: (not each.fits, each.step.seconds))
     ordered = []
     while remaining:
         first = remaining[0]
-        close = [each for each in remaining if fits(each) == fits(first) and _is_close(each, first)]
+        close = [each for each in remaining if each.fits == first.fits and _is_close(each, first)]
         best = min(close, key=_preference)
         ordered.append(best)
         remaining.remove(best)
@@ -290,11 +285,7 @@ def _preference(found: Forecast) -> tuple[Any, ...]:
     return (
         plan.world_size,
         plan.strategy.policy.remembers,
-        _bytes(found),
+        max(sum(sent.values()) for sent in found.bytes_sent),
         plan.weights != "whole",
         found.step.seconds,
     )
-
-
-def _bytes(found: Forecast) -> int:
-    return max(sum(sent.values()) for sent in found.bytes_sent)

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model, path_of
 from patchpar.models.quick_imports import quick_imports
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
-from patchpar.pipeline.planner.machine_names import machine_of
+from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.plan.plan import Plan
+from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_device import MeasuredDevice
+from patchpar.plan.replay.measured_machine import MeasuredMachine
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.structure.options import StructureGuidance
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from patchpar.pipeline.planner.empty_model import EmptyModel
 
 GRAPHS = "graphs"
+LOCAL = "local"
+"""The name of this machine, as it was measured."""
 EXACT_STEPS, STALE_STEPS = 1, 4
 """Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three.
 
@@ -152,3 +157,14 @@ def _folder(model: str, options: Mapping[str, Any]) -> tuple[Path, dict[str, Any
             f"the configurations of a model, without its weights{fetch}"
         )
     return folder, dict(options)
+
+
+def machine_of(text: str) -> Machine | MeasuredMachine:
+    """Return the machine of "8xH100-nvlink", or of "local" and "local:cpu:2", which `patchpar tune` has measured.
+
+    Raises PlanError for a name that cannot be read, and for devices that were not measured.
+    """
+    name, _, devices = text.strip().partition(":")
+    if name != LOCAL:
+        return Machine.parse(text)
+    return KeptMachines.in_home().of(resolve_devices(devices or "auto").names)

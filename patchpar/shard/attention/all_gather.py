@@ -3,12 +3,14 @@
     at once       keys and values of all ranks in one buffer, and one attention to all of them
     in parts      to its own keys while the others' arrive, and to each rank's as soon as they are received
 
-In parts, some of the link's time is hidden, and the partial results have to be merged.
+In parts, some of the link's time is hidden, and the partial results have to be merged. At once, each rank packs its
+tokens [l, B, M + M, D] by one kernel, keys beside values, so that the parts of all ranks joined are whole: keys and
+values are views of [L, B, M + M, D], which attention reads as they are.
 
 sent by each rank       2 (N-1)/N of the sequence, to all ranks; one round
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +18,24 @@ from torch import Tensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_others, attend_own
-from patchpar.shard.attention.packed_tokens import pack_tokens, unpack_tokens
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
+
+
+def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
+    """Return the tensors side by side, [l, B, sum of N, D], in `into` where it is given."""
+    by_token: list[Tensor] = []
+    for x in tensors_BNlD:
+        # detached: where gradients are recorded nothing can be written to a buffer, and none pass through other ranks
+        alone = x.detach() if x.requires_grad and into is not None else x
+        by_token.append(alone.permute(2, 0, 1, 3))
+    return torch.cat(by_token, 2) if into is None else torch.cat(by_token, 2, out=into)
+
+
+def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
+    """Return views [B, N, l, D] of packed tensors with so many heads."""
+    return list(packed.permute(1, 2, 0, 3).split_with_sizes(list(heads), 1))
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

@@ -69,7 +69,7 @@ class LateTokens(RemoteTokens):
 
     def late_part(self) -> ExchangePart:
         """Return what this rank sends and receives now."""
-        return self._part_of(self._unsent)
+        return self._messages.part(self._unsent, self._newest)
 
     def gather(self, comm: Communicator, where: str) -> None:
         """Send this rank's tokens to all ranks, and receive theirs, where `rows` says: until `receive`, or a wait."""

@@ -1,8 +1,9 @@
-"""Attention over a part of the keys, and its merge over all parts.
+"""Attention of some queries to some keys, with mask and grouped heads, and its merge over all parts. Nothing is sent.
 
-Shape letters: B batch, N heads, l queries, k keys of a part, D head width.
+Partial results merge by their log-sum-exp (Milakov & Gimelshein 2018, arXiv:1805.02867), exactly and in any order, as
+in ring attention (Liu et al., arXiv:2310.01889).
 
-Parts are merged by their log-sum-exp (Milakov & Gimelshein 2018, arXiv:1805.02867), as in ring attention.
+Shape letters: B batch, N query heads, M key heads, l queries, k keys of a part, D head width.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.shard.attention.lse_kernels import attend_with_lse
+from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan
 from patchpar.shard.kernels.merge_partials import merge_attention, merge_in_turn
 
 
@@ -22,17 +24,6 @@ class Partial(NamedTuple):
 
     out_BNlD: Tensor
     lse_BNl: Tensor
-
-
-def attend(
-    q_BNlD: Tensor, k_BMkD: Tensor, v_BMkD: Tensor, scale: float | None = None, *, bias: Tensor | None = None
-) -> Partial:
-    """Return attention with its log-sum-exp, by the fused kernel of the device where there is one.
-
-    M of the heads of keys may be shared by N / M queries each. `bias` is added to the logits and broadcasts to
-    [B, N, l, k].
-    """
-    return Partial(*attend_with_lse(q_BNlD, k_BMkD, v_BMkD, bias, scale))
 
 
 def merge_partials(partials: Iterable[Partial]) -> Partial:
@@ -57,3 +48,41 @@ def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
         return list(tensors)
     layout = torch.empty_like(tensors[0])
     return [x if x.stride() == layout.stride() else torch.empty_like(layout).copy_(x) for x in tensors]
+
+
+def attend_locally(
+    q_BNlD: Tensor, k_BMkD: Tensor, v_BMkD: Tensor, *, bias: Tensor | None = None, scale: float | None = None
+) -> Partial:
+    """Return output [B, N, l, D] and log-sum-exp [B, N, l]: 0 and -inf for a query whose keys are all masked.
+
+    By the fused kernel of the device where there is one. M heads of keys may be shared by N / M queries each. `bias` is
+    added to the logits and broadcasts to [B, N, l, k].
+    """
+    if bias is None:
+        return Partial(*attend_with_lse(q_BNlD, k_BMkD, v_BMkD, None, scale))
+    bias = bias.to(q_BNlD.dtype)  # in which the smallest number of a wider dtype is -inf
+    out_BNlD, lse_BNl = attend_with_lse(q_BNlD, k_BMkD, v_BMkD, bias, scale)
+    blind_BNl = bias.isneginf().all(-1).expand(lse_BNl.shape)
+    return Partial(out_BNlD.masked_fill(blind_BNl.unsqueeze(-1), 0.0), lse_BNl.masked_fill(blind_BNl, -torch.inf))
+
+
+def attend_own(shared: ShardedQKV) -> Partial:
+    """Return attention of all this rank's queries [B, N, c + l, D] to the common keys and its own."""
+    bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.group_rank)])
+    return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
+
+
+def attend_others(shared: ShardedQKV, group_rank: int, stacked: Tensor) -> Partial:
+    """Return attention of all this rank's queries [B, N, c + l, D] to another's keys.
+
+    `stacked`: its keys and values [2, B, M, k, D].
+    """
+    bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
+    k_BMkD, v_BMkD = stacked.unbind()
+    return attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
+
+
+def attend_span(shared: ShardedQKV, q_BNlD: Tensor, span: TokenSpan, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:
+    """Return attention of the queries of `span`, of this rank or another, to this rank's own keys."""
+    bias = shared.bias([span], [shared.span(shared.group_rank)])
+    return attend_locally(q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)

@@ -16,8 +16,7 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_others, attend_own
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 

@@ -19,19 +19,17 @@ from patchpar.comm.collectives import AllGather
 from patchpar.comm.exchange_part import Received, collectives_of
 from patchpar.comm.transport import Messages, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
-from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.fresh_exchange import fits_with_text
 from patchpar.shard.attention.late_tokens import LateTokens
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 from patchpar.shard.attention.stale_kv import RemoteTokens
 from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, in_batches
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
-from patchpar.shard.stale.memory_check import check_room
 from patchpar.shard.stale.send_window import LateExchange
-from patchpar.shard.stale.stale_layout import StaleLayout
+from patchpar.shard.stale.stale_layout import StaleLayout, check_room
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace

@@ -181,11 +181,7 @@ class RemoteTokens:
             ]
             specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
             return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
-        return self._part_of(own if message is None else message)
-
-    def _part_of(self, own: Tensor) -> ExchangePart:
-        """Return the exchange of tokens as they are; `own` [l, 2, B, N, D] are this rank's."""
-        return self._messages.part(own, self._newest)
+        return self._messages.part(own if message is None else message, self._newest)
 
     def _delta_of(self, group_rank: int) -> QuantizedDelta:
         return QuantizedDelta(self._newest_slots.of(self._newest, group_rank), self.options.bits)

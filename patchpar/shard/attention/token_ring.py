@@ -16,8 +16,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec, Work
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.blockwise import attend_own, attend_span
-from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.partial import Partial, attend_own, attend_span, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 

@@ -22,9 +22,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import FlatParts
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.all_gather import attend_to_all
+from patchpar.shard.attention.all_gather import attend_to_all, pack_tokens, unpack_tokens
 from patchpar.shard.attention.lse_kernels import expand_heads
-from patchpar.shard.attention.packed_tokens import pack_tokens, unpack_tokens
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan, spans_of
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]

@@ -36,10 +36,10 @@ class SavedState:
         pending: list[tuple[Path, Any]] = list(roots_of(network))
         while pending:
             path, value = pending.pop()
-            pending += self._visit(path, value, network, seen)
+            pending += self._visit(path, value, seen)
         self._versions = {id(x): 0 if x.is_inference() else x._version for x in self.tensors.values()}
 
-    def _visit(self, path: Path, value: Any, network: nn.Module, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
+    def _visit(self, path: Path, value: Any, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
         if isinstance(value, Tensor):
             self.tensors[path] = value
             return

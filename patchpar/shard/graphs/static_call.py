@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from patchpar.comm.pytree import map_leaves
+from patchpar.comm.pytree import map_tensors
 from patchpar.shard.precision import autocast_dtype
 
 Call = tuple[Any, Any]  # args, kwargs
@@ -74,4 +74,4 @@ def why_not_static(call: Call, device: torch.device) -> str:
 
 def copies_of_output(output: Any) -> Any:
     """Return a tree with copies of its tensors, of any shape: the next replay writes to the originals."""
-    return map_leaves(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
+    return map_tensors(torch.clone, output)

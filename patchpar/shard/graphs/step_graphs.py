@@ -6,7 +6,8 @@
 
 A kind is what the process decides before a step: fresh or stale, which guidance call, shapes, and all arguments that
 are no tensors. Of exact strategies the first step of an image always runs, since grids of tokens are found in it.
-All ranks of the axis capture and replay the same steps: they have the same calls, and vote on each capture.
+What Python decides in each step would be frozen, so that a network in which it decides anything is not captured. All
+ranks of the axis capture and replay the same steps: they have the same calls, and vote on each capture.
 """
 
 import logging
@@ -20,11 +21,12 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.fingerprint import Fingerprint, fingerprint
+from patchpar.shard.fingerprint import FACTORS, Fingerprint, fingerprint
 from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder
-from patchpar.shard.graphs.refusals import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
+from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import every_rank_has
+from patchpar.shard.weights.packed import plain_tensors
 
 REPLAY = "replay of a step"
 MOST_GRAPHS = 8  # of one denoiser: each holds the memory of a step
@@ -227,3 +229,31 @@ class StepGraphs:
 
 def _addresses(state: CarriedState) -> list[int]:
     return sorted({x.untyped_storage()._cdata for x in state.stored()})
+
+
+def why_not_repeated(network: nn.Module, before: Fingerprint, now: Fingerprint) -> str:
+    """Return why steps of a network cannot be captured; empty if they can.
+
+    `before` and `now`: its fingerprints at two steps of one kind, in which nobody changed it from outside.
+    """
+    if now.foreign:
+        return f"{now.foreign[0]} is code of another library, which may decide in each step what to compute"
+    for path, module in network.named_modules():
+        names = [name for name, _ in hooks_of(module)] + (["accelerate's"] if hasattr(module, "_hf_hook") else [])
+        if names:
+            return f"hook {names[0]} on {path or 'the denoiser'} may move weights or skip layers in each step"
+    changed = sorted(before.differences(now))
+    if changed:
+        path, name = changed[0]
+        return f"{name} of {path or 'the denoiser'} changes from step to step"
+    return ""
+
+
+def baked_in(network: nn.Module) -> Any:
+    """Return what a graph repeats though nobody passes it: addresses of weights, and factors that Python multiplies."""
+    weights = (*network.parameters(), *network.buffers())
+    addresses = tuple(x.data_ptr() for weight in weights for x in plain_tensors(weight))
+    holders = [each for module in network.modules() for each in (module, getattr(module, "processor", None))]
+    facts = [getattr(each, "__dict__", {}) for each in holders]
+    factors = tuple(repr(attributes[name]) for attributes in facts for name in FACTORS if name in attributes)
+    return addresses, factors

@@ -1,9 +1,12 @@
-"""Stale keys and values of all other ranks, extrapolated and corrected, written to what attention reads.
+"""Stale keys and values of the last two steps, extrapolated along the line through both, and corrected.
 
-    attended = newest + along * ratio * (newest - previous) + scale * newest + shift
+    those of all other ranks, written to what attention reads
+        attended = newest + along * ratio * (newest - previous) + scale * newest + shift
+    those of this rank, before it sends them
+        into = newest + along * ratio * (newest - previous)
 
-Shape letters: T tokens of a buffer, R ranks in a row with equally many tokens, P all ranks, X = 2, B (keys and values;
-batch), N heads, D head width. Buffers are [T, X, N, D], in the order of ranks.
+Shape letters: T tokens of a buffer, l of one rank, R ranks in a row with equally many, P all ranks, X = 2, B (keys and
+values; batch), N heads, D head width. Buffers are [T, X, N, D], in the order of ranks.
 """
 
 import math
@@ -19,7 +22,7 @@ from patchpar.comm.kernels.program import Program
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
-TILE = 4096  # numbers that a program corrects
+TILE = 4096  # numbers that a program corrects or extrapolates
 
 
 class RunOfRanks(NamedTuple):
@@ -144,5 +147,48 @@ correct_tokens = fused_op(
     "Tensor table, int[] runs) -> ()",
     eager=correct_tokens_eager,
     launch=launch_correct_tokens,
+    fake=nothing,
+)
+
+
+def extrapolate_tokens_eager(
+    into: Tensor, newest: Tensor, previous: Tensor, along: Tensor | None, ratio: Tensor
+) -> None:
+    """Write tokens to `into` [l, X, N, D], extrapolated from `newest` and `previous` [l, X, N, D].
+
+    `along` [X, N]: a fraction of the line for each head; None is all of it. `ratio`: length of this step over that of
+    the last. Both in fp32.
+    """
+    if along is None:
+        torch.lerp(previous, newest, (1 + ratio).to(newest.dtype), out=into)
+    else:
+        into.copy_(torch.addcmul(wide(newest), wide(newest) - wide(previous), along.unsqueeze(-1) * ratio))
+
+
+_EXTRAPOLATE_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "extrapolate_tokens_program")
+
+
+def launch_extrapolate_tokens(
+    into: Tensor, newest: Tensor, previous: Tensor, along: Tensor | None, ratio: Tensor
+) -> None:
+    """Launch the kernel for `newest` [l, X, N, D]: a program for a few tokens of each head. See the twin."""
+    width, tokens = newest.shape[-1], newest.shape[0]
+    columns = power_of_2(width)
+    rows = max(1, TILE // columns)
+    _EXTRAPOLATE_TOKENS.launch(
+        (-(-tokens // rows), math.prod(newest.shape[1:-1])),
+        (into, newest, previous, ratio if along is None else along, ratio),
+        (tokens,),
+        WIDTH=width,
+        COLUMNS=columns,
+        ROWS=rows,
+        HAS_ALONG=along is not None,
+    )
+
+
+extrapolate_tokens = fused_op(
+    "extrapolate_tokens(Tensor(a!) into, Tensor newest, Tensor previous, Tensor? along, Tensor ratio) -> ()",
+    eager=extrapolate_tokens_eager,
+    launch=launch_extrapolate_tokens,
     fake=nothing,
 )

@@ -26,11 +26,9 @@ from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 from patchpar.comm.transport import Work
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.piped.denoiser import PipedDenoiser
-from patchpar.shard.piped.latent_bands import LatentBands, bands_of
+from patchpar.shard.piped.latent_bands import LatentBands, PredictionBands, bands_of
 from patchpar.shard.piped.piece_split import PieceSplit, TextRanges
-from patchpar.shard.piped.prediction_bands import PredictionBands
 from patchpar.shard.stages.block_hooks import Recorder
-from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.transformer.attention_backend import BackendKernel
@@ -62,7 +60,6 @@ class PieceLayouts:
 
     signature: Any
     whole: StageLayout
-    output: OutputStructure
     of_pieces: tuple[StageLayout, ...] = ()
     bands: LatentBands | None = None
 
@@ -95,10 +92,10 @@ class PipedOnStages(PipedDenoiser):
         signature = call_signature((args, kwargs))
         known = next((each for each in self._known if each.signature == signature), None)
         args, kwargs = self._awaited(args, kwargs, None if known is None else known.bands)
-        whole, output = self.stages.layout_for(forward, (args, kwargs))
+        whole = self.stages.layout_for(forward, (args, kwargs))
         if known is None:
             self.stages.gather()  # it may know such calls from a comparison
-        self._now = known or PieceLayouts(signature, whole, output)
+        self._now = known or PieceLayouts(signature, whole)
         return super().denoise(forward, *args, **kwargs)
 
     def _awaited(self, args: Any, kwargs: Any, bands: LatentBands | None) -> Call:
@@ -202,7 +199,7 @@ class PipedOnStages(PipedDenoiser):
         stage = self.stages.new_pass(self._now.whole)
         through = self.stages.through(stage, forward)
         found = self._whole_here(through, *map_leaves(_whole, args), **map_leaves(_whole, kwargs))
-        return stage.finish(found, self._now.output)
+        return stage.finish(found)
 
     def _in_pieces(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         now, found = self._now, None
@@ -214,7 +211,7 @@ class PipedOnStages(PipedDenoiser):
         if collectives_of(comm.transport, axis.ranks) is None:  # in one queue, pieces would be sent after all have come
             for each in passes:
                 each.receive()
-        prediction = None if now.bands is None else PredictionBands(self.mesh, now.bands, now.output)
+        prediction = None if now.bands is None else PredictionBands(self.mesh, now.bands, now.whole.output)
         for piece, each in enumerate(passes):
             for x in pending:
                 x.band(piece)
@@ -223,7 +220,7 @@ class PipedOnStages(PipedDenoiser):
                 prediction.add(piece, found)
         sent = [work for each in passes for work in each.sent]
         if prediction is None:
-            output = passes[-1].finish(found, now.output)
+            output = passes[-1].finish(found)
             self._hold(sent, calls=0)
             return output
         self._hold([*sent, *prediction.works], calls=CALLS_IN_FLIGHT)

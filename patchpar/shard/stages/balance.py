@@ -3,7 +3,6 @@
 A chain of tasks on a chain of processors (Bokhari 1988), by dynamic programming.
 """
 
-import math
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
@@ -48,4 +47,4 @@ def balanced(costs: Sequence[float], cuts: Collection[int], stages: int) -> tupl
             if (some := {cut: each for cut, each in found.items() if cut < end})
         }
     best = found.get(len(costs))
-    return None if best is None or math.isnan(best[0]) else best[1]
+    return None if best is None else best[1]

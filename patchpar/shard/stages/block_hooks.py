@@ -2,19 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
+from patchpar.comm.pytree import tensors_in
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.hooks import HookSet
+from patchpar.shard.hooks import ForwardHook, HookSet
 from patchpar.shard.stages.block_outputs import OutputStructure
-from patchpar.shard.stages.layout import RecordedCall
+from patchpar.shard.stages.layout import Given, RecordedCall
 from patchpar.shard.weights.packed import blocks_of
 
 HOOK = "patchpar_stage"
-Run = Callable[[], Any]
+Run = partial[Any]
 OnCall = Callable[[int, str, Run], Any]
 """What a block call returns, from its number, the path of the block, and a function that runs it."""
 
@@ -28,7 +30,7 @@ class BlockHooks:
         self._on_call: OnCall | None = None
         self._number, self._hooks = 0, HookSet()
         for path in self.paths:
-            self._hooks.install(network.get_submodule(path), _StageHook(self, path), HOOK)
+            self._hooks.install(network.get_submodule(path), ForwardHook(partial(self._run, path)), HOOK)
 
     def pass_through(self, on_call: OnCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int]:
         """Return the output of `forward(*args, **kwargs)` and how many block calls it made, each given to `on_call`."""
@@ -38,14 +40,14 @@ class BlockHooks:
         finally:
             self._on_call = None
 
-    def called(self, path: str, run: Run) -> Any:
+    def _run(self, path: str, _: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the output of a block. A block that another one calls is part of that."""
         on_call = self._on_call
         if on_call is None:
-            return run()
+            return forward(*args, **kwargs)
         self._on_call = None
         try:
-            output = on_call(self._number, path, run)
+            output = on_call(self._number, path, partial(forward, *args, **kwargs))
         finally:
             self._on_call = on_call
         self._number += 1
@@ -56,17 +58,9 @@ class BlockHooks:
         self._hooks.close()
 
 
-class _StageHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """The hook of the block at `path`."""
-
-    def __init__(self, hooks: BlockHooks, path: str) -> None:
-        super().__init__()
-        self._blocks, self._path = hooks, path
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the block's forward."""
-        forward = self.fn_ref.original_forward
-        return self._blocks.called(self._path, lambda: forward(*args, **kwargs))
+def given_to(run: Run) -> Given:
+    """Return what a block is given that `run` runs."""
+    return tuple(map(TensorSpec.of, tensors_in((run.args, run.keywords))))
 
 
 class Recorder:
@@ -83,6 +77,7 @@ class Recorder:
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Run a block. Raises UnsupportedModel for an output that cannot be sent."""
+        given = given_to(run)
         with _multiplications(self._network.get_submodule(path)) as counts:
             output = run()
         form = OutputStructure.of(output)
@@ -91,7 +86,7 @@ class Recorder:
                 f"{path} of {type(self._network).__name__} returns a {type(output).__name__} with more than tensors "
                 "and numbers, which cannot be sent to another stage: use stage=1"
             )
-        self.calls.append(RecordedCall(path, form, sum(counts)))
+        self.calls.append(RecordedCall(path, given, form, sum(counts)))
         return output
 
 

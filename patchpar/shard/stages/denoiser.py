@@ -8,8 +8,8 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.argument_changes import held_by, written
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
-from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
+from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
-from patchpar.shard.stages.layout import StageLayout
+from patchpar.shard.stages.layout import Given, StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
-from patchpar.shard.stages.search import CutSearch
-from patchpar.shard.stages.stage_pass import StagePass
+from patchpar.shard.stages.search import CutSearch, Plain
+from patchpar.shard.stages.stage_pass import OtherShapes, StagePass
 from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
-from patchpar.shard.step_caches import held_by, written
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
@@ -63,9 +63,7 @@ class StagedDenoiser:
         self.mesh, (self.comm, self.axis) = mesh, mesh
         self.exchange, self.unsure = "on", False
         self.error: float | None = None
-        self._layouts: list[
-            tuple[Any, StageLayout, OutputStructure]
-        ] = []  # with the signature of calls, and their output
+        self._layouts: list[tuple[Any, dict[Given, StageLayout]]] = []  # with the signature of calls
         self._hooks: BlockHooks | None = None
         self.hosted: ShardedWeights | None = None
         """The weights, if blocks are in host memory; set it before the first call."""
@@ -82,26 +80,37 @@ class StagedDenoiser:
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
-        layout, output = self.layout_for(forward, (args, kwargs))
-        return self._run(layout, output, forward, (args, kwargs))
+        call = args, kwargs
+        layouts = self._layouts_for(forward, call)
+        with suppress(OtherShapes):
+            return self._run(layouts, forward, call)
+        layout = self._prepare(forward, call, self._first(layouts))
+        layouts[layout.given] = layout
+        return self._run(layouts, forward, call)
 
-    def layout_for(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
-        """Return how such calls are divided, and the form of their output: found and verified at the first of them.
+    def layout_for(self, forward: Forward, call: Call) -> StageLayout:
+        """Return how such calls are divided: found and verified at the first of them.
 
         After the first all weights are here, or come from host memory; from the second on those of own blocks are
         here. Raises as `denoise`.
         """
+        return self._first(self._layouts_for(forward, call))
+
+    def _first(self, layouts: Mapping[Given, StageLayout]) -> StageLayout:
+        return next(iter(layouts.values()))
+
+    def _layouts_for(self, forward: Forward, call: Call) -> dict[Given, StageLayout]:
         if self.unsure and self._watched.has_changed:
             self.restore()
         self.unsure, signature = False, call_signature(call)
         found = next((each for each in self._layouts if each[0] == signature), None)
         if found is None:
-            layout, output = self._prepare(forward, call)
-            self._layouts.append((signature, layout, output))
+            layout = self._prepare(forward, call)
+            found = (signature, {layout.given: layout})
+            self._layouts.append(found)
         else:
-            _, layout, output = found
-            self.release(layout)
-        return layout, output
+            self.release(self._first(found[1]))
+        return found[1]
 
     def gather(self) -> None:
         """Get all weights back until the next call. Collective. Raises PlanError, ExchangeError."""
@@ -118,7 +127,10 @@ class StagedDenoiser:
 
     def new_pass(self, layout: StageLayout, name: str = "") -> StagePass:
         """Return what is called for the block calls of one pass, in errors called by `name`."""
-        return StagePass(self.mesh, layout, self._placeholders, name, alone=self.exchange == "off")
+        return self._new_pass({layout.given: layout}, name)
+
+    def _new_pass(self, layouts: Mapping[Given, StageLayout], name: str = "") -> StagePass:
+        return StagePass(self.mesh, layouts, self._placeholders, name, alone=self.exchange == "off")
 
     def through(self, on_call: OnCall, forward: Forward) -> Forward:
         """Return `forward` with its block calls given to `on_call`, which checks their number if it is a StagePass."""
@@ -133,9 +145,9 @@ class StagedDenoiser:
 
         return run
 
-    def _run(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call) -> Any:
-        stage, (args, kwargs) = self.new_pass(layout), call
-        return stage.finish(self.through(stage, forward)(*args, **kwargs), output)
+    def _run(self, layouts: Mapping[Given, StageLayout], forward: Forward, call: Call) -> Any:
+        stage, (args, kwargs) = self._new_pass(layouts), call
+        return stage.finish(self.through(stage, forward)(*args, **kwargs))
 
     def release(self, layout: StageLayout) -> None:
         """Hold the weights of this stage's blocks only. Collective. Raises PlanError, ExchangeError."""
@@ -146,8 +158,8 @@ class StagedDenoiser:
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
-        """Find how to divide such calls, and verify it. Afterwards all weights are here."""
+    def _prepare(self, forward: Forward, call: Call, like: StageLayout | None = None) -> StageLayout:
+        """Find how to divide such calls, at the cuts of `like` if given, and verify it. All weights are here then."""
         refuse_for_stages(self.denoiser)
         refuse_untrusted(self.denoiser, self.verifications, f"stage={self.axis.size}", "use stage=1")
         before = self._watched.now()
@@ -160,7 +172,7 @@ class StagedDenoiser:
                 f"{error}; or use weights=hosted: the first call of a form runs the whole network"
             ) from error
         try:
-            return self._found(forward, call)
+            return self._found(forward, call, like)
         except BaseException:
             if not self._layouts:
                 self.restore()
@@ -173,27 +185,41 @@ class StagedDenoiser:
             return HostedStageWeights(self.hosted, self.axis)
         return StageWeights(self.denoiser, self.comm, self.axis)
 
-    def _found(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
+    def _found(self, forward: Forward, call: Call, like: StageLayout | None) -> StageLayout:
         assert self._weights is not None
         own, recorder = self._copied(call), Recorder(self.denoiser)
         before = held_by(own), written(own)
         wanted = self._once(forward, own, recorder)
-        output = refuse_kept_state(self.denoiser, wanted, before, own)
+        refuse_kept_state(self.denoiser, wanted, before, own)
         plain = partial(self._plain, forward, call)
         search = self.find_cuts(self.denoiser, plain, recorder.calls, wanted)
-        search.seconds = seconds_of_blocks(plain, self.together)
-        layout = search.layout(self.axis.size)
+        layout = self._searched(search, plain) if like is None else self._alike(search, like)
         self._check_same(layout)
         if self.verifications is not None:
             device, size = self.comm.transport.device, self.axis.size
-            facts = facts_of(self.denoiser, device, call, stages=size, cuts=str(layout))
+            facts = facts_of(self.denoiser, device, call, stages=size, cuts=str(layout), given=str(layout.given))
             what = f"{type(self.denoiser).__name__} in {self.axis.size} stages ({layout})"
             way_out = ": use patch, with weights=sharded where memory is short"
-            compare = partial(self._compared, layout, output, forward, call, wanted)
+            compare = partial(self._compared, layout, forward, call, wanted)
             self.error = verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
         if self.axis.rank == 0:
             log.info("%s in stages: %s%s", type(self.denoiser).__name__, layout, _seconds(layout, search.seconds))
-        return layout, output
+        return layout
+
+    def _searched(self, search: CutSearch, plain: Plain) -> StageLayout:
+        search.seconds = seconds_of_blocks(plain, self.together)
+        return search.layout(self.axis.size)
+
+    def _alike(self, search: CutSearch, like: StageLayout) -> StageLayout:
+        """Return the division at the cuts of another, so that each stage goes on with the weights it has."""
+        is_alike = [call.path for call in search.calls] == like.paths
+        layout = search.layout_at(like.cuts) if is_alike else None
+        if layout is None:
+            raise UnsupportedModel(
+                f"{type(self.denoiser).__name__} runs other blocks, or reads more of them, where its arguments have "
+                "the same shapes and other values, which stages would hold other weights for: use stage=1, and patch"
+            )
+        return layout
 
     def _plain(self, forward: Forward, call: Call, on_call: OnCall) -> Any:
         """Run a copy of the call through the blocks' hooks, for its own sake."""
@@ -212,16 +238,16 @@ class StagedDenoiser:
 
     def _check_same(self, layout: StageLayout) -> None:
         text = f"{layout} {layout.carried} {[call.form for call in layout.calls]}"
-        if not is_alike(self.mesh, "stages", text):  # all ranks see it
+        if not is_alike(self.together, "stages", text):  # all ranks see it
             raise UnsupportedModel(
                 f"the ranks find different stages in {type(self.denoiser).__name__} (here {layout}): give all of them "
                 "the same model, and devices of the same kind"
             )
 
-    def _compared(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any) -> Any:
+    def _compared(self, layout: StageLayout, forward: Forward, call: Call, wanted: Any) -> Any:
         """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
         with torch.no_grad(), self.as_released(layout):
-            found = self._run(layout, output, forward, self._copied(call))
+            found = self._run({layout.given: layout}, forward, self._copied(call))
         pairs = zip(tensors_in(found), tensors_in(wanted), strict=True)
         yield [Comparison(max((_difference(x, y) for x, y in pairs), default=0.0), 0.0)]
 

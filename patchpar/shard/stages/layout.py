@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 
+from patchpar.comm.transport import TensorSpec
 from patchpar.shard.stages.block_outputs import OutputStructure
+
+Given = tuple[TensorSpec, ...]
+"""The tensors that a block is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A call of the block at `path`: the form of its output, and its work in any unit."""
+    """A call of the block at `path`: what it is given, the form of its output, and its work in any unit."""
 
     path: str
+    given: Given
     form: OutputStructure
     cost: float
 
@@ -18,13 +23,25 @@ class RecordedCall:
 class StageLayout:
     """Block calls 0 to `first` - 1 run on every stage, the others on one, cut into runs at `cuts`.
 
-    `carried`: for each cut the numbers of earlier calls whose outputs are needed after it, ascending.
+    `carried`: for each cut the numbers of earlier calls whose outputs are needed after it, ascending. `output`: the
+    form of what the network returns.
     """
 
     calls: tuple[RecordedCall, ...]
     first: int
     cuts: tuple[int, ...]
     carried: tuple[tuple[int, ...], ...]
+    output: OutputStructure
+
+    @property
+    def given(self) -> Given:
+        """What the first block that only one stage runs is given: every stage knows it, before it receives anything."""
+        return self.calls[self.first].given
+
+    @property
+    def paths(self) -> list[str]:
+        """The blocks in the order of their calls."""
+        return [call.path for call in self.calls]
 
     def own_calls(self, stage: int) -> range:
         """Return the numbers of the calls that only this stage runs."""

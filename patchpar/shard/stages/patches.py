@@ -22,7 +22,6 @@ from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stages.block_hooks import Recorder
-from patchpar.shard.stages.block_outputs import OutputStructure
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stale.state import StaleState
@@ -50,7 +49,7 @@ class StagedPatches:
     def __init__(self, patched: SharedDenoiser, stages: StagedDenoiser, together: AxisComm) -> None:
         self.patched, self.stages, self._together = patched, stages, together
         stages.together = together
-        self._known: list[tuple[Any, StageLayout, OutputStructure]] = []  # by the signature of calls
+        self._known: list[tuple[Any, StageLayout]] = []  # by the signature of calls
 
     @property
     def denoiser(self) -> nn.Module:
@@ -90,42 +89,38 @@ class StagedPatches:
         self.stages.unsure, signature = False, call_signature((args, kwargs))
         found = next((each for each in self._known if each[0] == signature), None)
         if found is None:
-            found = (signature, *self._prepare(forward, (args, kwargs)))
+            found = (signature, self._prepare(forward, (args, kwargs)))
             self._known.append(found)
-        _, layout, output = found
-        self.stages.release(layout)
-        return self._in_stages(layout, output, self.patched.denoise, forward, (args, kwargs))
+        self.stages.release(found[1])
+        return self._in_stages(found[1], self.patched.denoise, forward, (args, kwargs))
 
-    def _in_stages(
-        self, layout: StageLayout, output: OutputStructure, run: Forward, forward: Forward, call: Call
-    ) -> Any:
+    def _in_stages(self, layout: StageLayout, run: Forward, forward: Forward, call: Call) -> Any:
         """Return the output of `run`, which calls a forward once, with the blocks of this stage only."""
         stage, (args, kwargs) = self.stages.new_pass(layout), call
         once = _Once(self.stages.through(stage, forward), type(self.denoiser).__name__)
-        return stage.finish(run(once, *args, **kwargs), output)
+        return stage.finish(run(once, *args, **kwargs))
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call) -> tuple[StageLayout, OutputStructure]:
+    def _prepare(self, forward: Forward, call: Call) -> StageLayout:
         """Find how such calls are divided, and verify it. Afterwards all weights are here."""
-        whole, output = self.stages.layout_for(forward, call)
+        whole = self.stages.layout_for(forward, call)
         self.stages.gather()  # it may know such calls from a comparison
         self.patched.prepare(forward, *call[0], **call[1])
         recorder, own = Recorder(self.denoiser), CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad():
             wanted = self.patched.exactly(self.stages.through(recorder, forward), *own.args, **own.kwargs)
         layout = replace(whole, calls=tuple(recorder.calls))
-        paths = [each.path for each in whole.calls]
         forms = str([(each.path, each.form) for each in layout.calls])
-        if paths != [each.path for each in layout.calls] or not is_alike(self.stages.mesh, "patches in stages", forms):
+        if whole.paths != layout.paths or not is_alike(self.stages.mesh, "patches in stages", forms):
             raise UnsupportedModel(
                 f"the stages compute different patches of {type(self.denoiser).__name__}, or other blocks than of the "
                 "whole image: give all ranks the same model, and devices of the same kind, or use stage=1"
             )
-        self._verify(layout, output, forward, call, wanted)
-        return layout, output
+        self._verify(layout, forward, call, wanted)
+        return layout
 
-    def _verify(self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any) -> None:
+    def _verify(self, layout: StageLayout, forward: Forward, call: Call, wanted: Any) -> None:
         """Compare patches in stages with the same patches without. Raises VerificationError."""
         verifications = self.stages.verifications
         if verifications is None:
@@ -135,16 +130,14 @@ class StagedPatches:
         split: dict[str, Any] = {"stages": axis.size, "cuts": str(layout), "patches": patches, "strategy": strategy}
         facts = facts_of(self.denoiser, comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} in {axis.size} stages of {patches} patches ({layout})"
-        compare = partial(self._compared, layout, output, forward, call, wanted)
+        compare = partial(self._compared, layout, forward, call, wanted)
         verify_once(verifications, facts, self._together, compare, what, ": use stage=1")
 
-    def _compared(
-        self, layout: StageLayout, output: OutputStructure, forward: Forward, call: Call, wanted: Any
-    ) -> Iterator[list[Comparison]]:
+    def _compared(self, layout: StageLayout, forward: Forward, call: Call, wanted: Any) -> Iterator[list[Comparison]]:
         """Run with NaN in what this stage does not have."""
         own = CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad(), self.stages.as_released(layout):
-            found = self._in_stages(layout, output, self.patched.exactly, forward, (own.args, own.kwargs))
+            found = self._in_stages(layout, self.patched.exactly, forward, (own.args, own.kwargs))
         pairs = list(zip(floats_in(found), floats_in(wanted), strict=True))
         limit = rounding_limit(y for _, y in pairs)  # keys of others may be added as they arrive
         yield [Comparison(max(relative_error(x, y) for x, y in pairs), limit)]

@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.argument_changes import are_as_before, gives_back, held_by, written
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.stages.block_outputs import OutputStructure
-from patchpar.shard.step_caches import are_as_before, cache_of, gives_back, held_by, written
+from patchpar.shard.step_caches import cache_of
 from patchpar.shard.verification import Call
 from patchpar.shard.weights.packed import blocks_of
 
@@ -38,16 +39,15 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
 
 def refuse_kept_state(
     denoiser: nn.Module, output: Any, before: tuple[Sequence[tuple[Tensor, int]], Sequence[int]], call: Call
-) -> OutputStructure:
-    """Return the form of the output. Raises UnsupportedModel for one with more than tensors, or state in arguments.
+) -> None:
+    """Raise UnsupportedModel for an output with more than tensors, or state in arguments.
 
     `before`: what `held_by` found in the arguments before the call, tensors of any shape, and what `written` did.
     """
-    form, (held, counts) = OutputStructure.of(output), before
+    held, counts = before
     fills = gives_back(output, call) and written(call) != counts
-    if form is None or fills or not are_as_before(held, held_by(call)):
+    if OutputStructure.of(output) is None or fills or not are_as_before(held, held_by(call)):
         raise UnsupportedModel(
             f"{type(denoiser).__name__} writes to a cache among its arguments, or returns more than tensors and "
             "numbers, which stages would have only a part of: use stage=1"
         )
-    return form

@@ -9,19 +9,18 @@ Blocks before the first large list of blocks, such as refiners of text, run on e
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from patchpar.comm.pytree import map_leaves, tensors_in
+from patchpar.comm.pytree import map_tensors, tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.stages.balance import balanced_by_time
 from patchpar.shard.stages.block_hooks import Run
-from patchpar.shard.stages.block_outputs import Placeholders
+from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.layout import RecordedCall, StageLayout
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 SMALL = 0.25
 """A list of blocks with less than this part of the largest list's bytes, before it, runs on every stage."""
@@ -39,7 +38,9 @@ class CutSearch:
 
     def __init__(self, network: nn.Module, plain: Plain, calls: Sequence[RecordedCall], wanted: Any) -> None:
         self.network, self.calls, self.first = network, tuple(calls), first_of_large(network, calls)
-        self._plain, self._wanted = plain, tensors_in(wanted)
+        self._plain, self._wanted, output = plain, tensors_in(wanted), OutputStructure.of(wanted)
+        assert output is not None, "refused before"
+        self.output = output
         self._known: dict[int, tuple[int, ...] | None] = {}
         self._outputs: dict[int, Any] = {}  # on the host: all blocks' outputs may not fit a device
 
@@ -64,10 +65,16 @@ class CutSearch:
                     "or patch and weights=sharded"
                 )
             cuts = tuple(self.first + cut for cut in found)
-            carried = [self.carried(cut) for cut in cuts]
-            wrong |= {cut for cut, each in zip(found, carried, strict=True) if each is None}
-            if None not in carried:
-                return StageLayout(self.calls, self.first, cuts, tuple(each for each in carried if each is not None))
+            layout = self.layout_at(cuts)
+            if layout is not None:
+                return layout
+            wrong |= {cut for cut in found if self.carried(self.first + cut) is None}
+
+    def layout_at(self, cuts: tuple[int, ...]) -> StageLayout | None:
+        """Return the division at these cuts; None where one of them is not right."""
+        carried = [self.carried(cut) for cut in cuts]
+        needed = tuple(each for each in carried if each is not None)
+        return StageLayout(self.calls, self.first, cuts, needed, self.output) if len(needed) == len(cuts) else None
 
     def carried(self, cut: int) -> tuple[int, ...] | None:
         """Return the calls before a cut whose outputs are needed after it; None where these are not enough."""
@@ -104,16 +111,13 @@ class CutSearch:
             if not self.first <= number < cut:
                 return run()
             if number in outputs:
-                return map_leaves(partial(_copy_on, device), outputs[number])
+                return map_tensors(lambda x: x.to(device, copy=True), outputs[number])  # the network may write to it
             return placeholders.output(self.calls[number].form)
 
-        try:
+        with attempted():
             found = tensors_in(self._plain(on_call))
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
-            return False
-        return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+            return len(found) == len(self._wanted) and all(map(torch.equal, found, self._wanted))
+        return False
 
     def _output_of(self, number: int) -> Any:
         """Return the output of a block call in the whole run."""
@@ -143,8 +147,3 @@ def first_of_large(network: nn.Module, calls: Sequence[RecordedCall]) -> int:
 def list_of(path: str) -> str:
     """Return the path of the list that a block is in."""
     return path.rpartition(".")[0]
-
-
-def _copy_on(device: torch.device, leaf: Any) -> Any:
-    """Return a copy of a tensor of any shape on `device`: a network may write into it."""
-    return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf

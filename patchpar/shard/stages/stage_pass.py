@@ -1,5 +1,6 @@
 """One call of a denoiser on one stage: which blocks run here, what is received for the others, what is sent."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -7,23 +8,35 @@ from torch import Tensor
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.stages.block_hooks import Run
+from patchpar.shard.stages.block_hooks import Run, given_to
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
-from patchpar.shard.stages.layout import StageLayout
+from patchpar.shard.stages.layout import Given, StageLayout
 
 KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next stage, and from the last one to all
+
+
+class OtherShapes(UnsupportedModel):
+    """Blocks are given tensors of shapes that are not those of any layout; raised on all stages, with nothing sent."""
 
 
 class StagePass:
     """Called for each block call of one pass. `alone`: stages receive zeros, a negative control.
 
-    `name`: of the pass, in errors, where a denoiser call has several.
+    `layouts`: by what the first block that only one stage runs is given, all with the same cuts. `name`: of the pass,
+    in errors, where a denoiser call has several.
     """
 
     def __init__(
-        self, mesh: AxisComm, layout: StageLayout, placeholders: Placeholders, name: str = "", *, alone: bool
+        self,
+        mesh: AxisComm,
+        layouts: Mapping[Given, StageLayout],
+        placeholders: Placeholders,
+        name: str = "",
+        *,
+        alone: bool,
     ) -> None:
-        (self._comm, self._axis), self._layout, self._alone = mesh, layout, alone
+        (self._comm, self._axis), self._layouts, self._alone = mesh, layouts, alone
+        self._layout = layout = next(iter(layouts.values()))
         self._suffix = f", {name}" if name else ""
         self._arriving: Work[Messages] | None = None
         self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
@@ -32,12 +45,16 @@ class StagePass:
         """Messages to other stages."""
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
-        """Return the output of a block. Raises UnsupportedModel, ExchangeError."""
+        """Return the output of a block. Raises OtherShapes, UnsupportedModel, ExchangeError."""
+        if number == self._layout.first:
+            self._choose(given_to(run))
         layout = self._layout
         if number >= len(layout.calls) or layout.calls[number].path != path:
             raise self._otherwise(f"calls {path} as block {number}")
+        if number < layout.first:
+            return run()
         form = layout.calls[number].form
-        if number < layout.first or number in self._own:
+        if number in self._own:
             output = run()
             if not form.fits(output):
                 raise self._otherwise(f"gets an output of another shape from {path}")
@@ -46,6 +63,15 @@ class StagePass:
         if number in layout.carried_into(self._axis.rank):
             return form.received(self._received(number))
         return self._placeholders.output(form)
+
+    def _choose(self, given: Given) -> None:
+        """Go on with the layout of such calls. Arguments of the same shapes may give blocks another number of tokens.
+
+        As many as a mask says, where the network leaves out what it masks.
+        """
+        if given not in self._layouts:
+            raise OtherShapes(str(self._otherwise(f"gives {self._layout.paths[self._layout.first]} other shapes")))
+        self._layout = self._layouts[given]
 
     def _otherwise(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(
@@ -96,10 +122,12 @@ class StagePass:
         if count != len(self._layout.calls):
             raise self._otherwise(f"calls {count} blocks")
 
-    def finish(self, output: Any, form: OutputStructure) -> Any:
-        """Return the last stage's output, of that form. Raises ExchangeError."""
-        axis, last = self._axis, self._axis.ranks[-1]
+    def finish(self, output: Any) -> Any:
+        """Return the last stage's output. Raises UnsupportedModel, ExchangeError."""
+        form, axis, last = self._layout.output, self._axis, self._axis.ranks[-1]
         if axis.after is None:
+            if not form.fits(output):
+                raise self._otherwise("returns an output of another shape")
             others = [rank for rank in axis.ranks if rank != last]
             self.sent.append(self._comm.send(OUTPUT, "output of the last stage", others, form.sent(output)))
         else:

@@ -10,7 +10,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import uncounted
-from patchpar.shard.weights.opaque import say_what_stays_whole
+from patchpar.shard.weights.left_whole import say_what_stays_whole
 from patchpar.shard.weights.packed import PackedBlock, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import refuse_whole

@@ -21,7 +21,7 @@ from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.stale.message_bucket import BucketMemories, MessageBucket
-from patchpar.shard.stale.send_window import ReceiveMemory, SendWindow
+from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
 from patchpar.shard.stale.workspace import Workspace
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
@@ -122,7 +122,7 @@ class StaleCache:
 
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
-        self.workspace, self._arriving = Workspace(), ReceiveMemory()
+        self.workspace, self._arriving = Workspace(), [Workspace() for _ in range(NUM_BUFFERS)]
         self._calls: dict[int, _GuidanceCall] = {}
         self._call = _GuidanceCall(SendWindow(self._arriving))
         self._passed: dict[str, int] = {}
@@ -255,7 +255,8 @@ class StaleCache:
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         yield from (x for entry in entries for each in (entry.tensors(), entry.arriving()) for x in each)
         yield from (x for memory in self._memories() for x in memory.tensors())
-        yield from (*self.workspace.tensors(), *self._arriving.tensors(), self.drift)
+        yield from (x for buffer in (self.workspace, *self._arriving) for x in buffer.tensors())
+        yield self.drift
 
     def _memories(self) -> Iterator[MessageMemory]:
         for call in self._calls.values():
@@ -266,7 +267,8 @@ class StaleCache:
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
         held += [x for memory in self._memories() for x in memory.tensors()]
-        arriving = [*(x for entry in entries for x in entry.arriving()), *self._arriving.tensors()]
+        arriving = [x for entry in entries for x in entry.arriving()]
+        arriving += [x for buffer in self._arriving for x in buffer.tensors()]
         return StaleBytes(_num_bytes(held), _num_bytes(arriving))
 
 

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
-from patchpar.shard.kernels.extrapolate_tokens import extrapolate_tokens
-from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, RIDGE, TINY, fit_tokens, held_by_others
-from patchpar.shard.kernels.sample_tokens import sample_tokens
+from patchpar.shard.kernels.correct_tokens import extrapolate_tokens
+from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, RIDGE, TINY, fit_tokens, held_by_others, sample_tokens
 from patchpar.shard.precision import wide
 
 SAMPLE = 256  # tokens that suffice for a scale a channel

@@ -4,10 +4,8 @@ So only the messages of these few are in memory at a time, not those of the whol
 points in the same order, so that their messages match.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-from torch import Tensor
 
 from patchpar.shard.stale.workspace import Workspace
 
@@ -26,27 +24,14 @@ class LateExchange(NamedTuple):
     drop: Callable[[], None]
 
 
-class ReceiveMemory:
-    """What the exchange points of a window receive into, in turns."""
-
-    def __init__(self) -> None:
-        self._buffers = [Workspace() for _ in range(NUM_BUFFERS)]
-
-    def of(self, index: int) -> Workspace:
-        """Return the memory of the exchange point with this index."""
-        return self._buffers[index % NUM_BUFFERS]
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the memory [bytes] of each."""
-        for buffer in self._buffers:
-            yield from buffer.tensors()
-
-
 class SendWindow:
-    """The exchange points of one guidance call that send late, in the order in which they first ran."""
+    """The exchange points of one guidance call that send late, in the order in which they first ran.
 
-    def __init__(self, memory: ReceiveMemory) -> None:
-        self._memory = memory
+    They receive into the NUM_BUFFERS `buffers` in turns.
+    """
+
+    def __init__(self, buffers: Sequence[Workspace]) -> None:
+        self._buffers = buffers
         self._exchanges: list[LateExchange] = []
         self._started = 0
 
@@ -64,7 +49,7 @@ class SendWindow:
         for number in range(max(index, self._started), min(index + NUM_BUFFERS, len(self._exchanges))):
             if number >= NUM_BUFFERS:  # its memory is used again: wait for it, if its exchange point has not run
                 self._exchanges[number - NUM_BUFFERS].drop()
-            self._exchanges[number].start(self._memory.of(number))
+            self._exchanges[number].start(self._buffers[number % NUM_BUFFERS])
             self._started = number + 1
 
     def end(self) -> None:

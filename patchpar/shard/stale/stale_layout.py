@@ -1,10 +1,18 @@
-"""Sizes of what one attention exchange point keeps of stale keys and values: known before anything is allocated."""
+"""Sizes of what one attention exchange point keeps of stale keys and values, and their refusal where they do not fit.
+
+Both before anything is allocated.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.launch.accelerators import free_bytes
+from patchpar.launch.host_memory import free_memory
 from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
@@ -15,6 +23,7 @@ from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 
 MEAN_BYTES = 4  # of a number in fp32
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -140,3 +149,25 @@ class StaleLayout:
             return (numbers * steps + fractions) * MEAN_BYTES
         stride = stride_for(kind_for(self.options.correction, own, self.token[-1]), own)
         return numbers * steps * (MEAN_BYTES + self.itemsize * -(-own // stride))
+
+
+def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
+    """Return the bytes of stale keys and values of a call with the attention of so many such layers."""
+    one = layout.num_bytes
+    arriving = round(one.arriving * layers) + layout.window_bytes
+    return StaleBytes(round(one.held * layers) + layout.workspace_bytes, arriving)
+
+
+def check_room(layout: StaleLayout, layers: float, device: torch.device, strategy: str) -> None:
+    """Raise PlanError if the stale keys and values of a call do not fit: on the CPU, those of all ranks together."""
+    expected, free = expected_bytes(layout, layers), free_bytes(device)
+    ranks, memory = 1, f"of {device}"
+    if device.type == "cpu":
+        ranks, free, memory = layout.axis.size, free_memory(), f"for {layout.axis.size} CPU ranks"
+    if free is None or ranks * expected.total <= free:
+        return
+    raise PlanError(
+        f"strategy {strategy} keeps {expected.held / GIB:.2f} GiB of keys and values for the next step on each rank, "
+        f"and receives {expected.arriving / GIB:.2f} GiB more, but only {free / GIB:.2f} GiB {memory} are free: use "
+        "strategy exact, which keeps none, fresh-edges:context=pooled, which keeps averages, or a smaller image"
+    )

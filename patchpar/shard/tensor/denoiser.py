@@ -10,10 +10,11 @@ from torch import nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.argument_changes import held_by
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.foreign.refusals import refuse_untrusted
 from patchpar.shard.precision import full_precision
-from patchpar.shard.step_caches import caches_set_aside, held_by
+from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.tensor.feature_plan import FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, find_plan, plan_facts
 from patchpar.shard.tensor.sharder import FeatureSharder, WholeBlocks
@@ -96,7 +97,8 @@ class TensorDenoiser:
         """Cut the denoiser; at the first use compare it with the whole one."""
         if self.verifications is not None:
             size = self.mesh[1].size
-            facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json(), **_dtype_of(self.denoiser)}
+            facts = {**plan_facts(self.denoiser, size, call), "features": plan.to_json()}
+            facts["dtype"] = str(getattr(self.denoiser, "dtype", None))
             what = f"{plan.denoiser} with its features divided between {size} ranks"
             compare = partial(self._compared, plan, forward, call)
             self.error = verify_once(
@@ -124,7 +126,3 @@ class TensorDenoiser:
 def _shapes_held(output: Any, call: Call) -> list[torch.Size]:
     """Return the shapes of the tensors that objects in an output, and in the arguments of its call, hold."""
     return [x.shape for x, _ in held_by((output, call))]
-
-
-def _dtype_of(denoiser: Any) -> dict[str, str]:
-    return {"dtype": str(getattr(denoiser, "dtype", None))}

@@ -12,7 +12,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.tensor.feature_plan import BlockCut, FeaturePlan
 from patchpar.shard.tensor.search import find_cut
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, watch
-from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.unsupported_model import is_of_the_split, reason_of
 from patchpar.shard.verification import Call, fingerprint_of, uncounted
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -83,7 +83,7 @@ def discover_features(
         except Exception as error:
             if not is_of_the_split(error):
                 raise
-            refused.append(f"{what}: {error if isinstance(error, UnsupportedModel) else in_one_line(error)}")
+            refused.append(f"{what}: {reason_of(error)}")
         if len(alike) < len(paths):
             refused.append(f"{what}: {len(paths) - len(alike)} of them have other widths")
     return FeaturePlan(denoiser=type(denoiser).__name__, size=size, blocks=tuple(blocks), refused=tuple(refused))

@@ -3,7 +3,9 @@
     1. column       perturb the features of one rank after the other: what they reach must differ from rank to rank
     2. row          a Linear all of whose input features are reached from exactly one rank each
     3. drop         columns whose row is none, or whose attention has a query, key or value that is not of a column
-    4. proof        run the block as each rank would, see `proof`
+    4. counts       integer attributes by which the code divides features into heads: a rank that holds some has fewer;
+                    those whose values are numbers of heads, or of features of a column, are tried
+    5. proof        run the block as each rank would, see `proof`
 
 Features may lie in pieces (a gate beside its values, queries beside keys), of each of which a rank has a run of units
 (heads, or single features); shares may be uneven.
@@ -16,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.tensor.counts import count_choices
-from patchpar.shard.tensor.feature_plan import BlockCut, FeatureCut, Runs
+from patchpar.shard.tensor.feature_plan import BlockCut, Count, FeatureCut, Runs
 from patchpar.shard.tensor.probe import ATTENTION, LINEAR, NORM, FeatureProbe, Target
 from patchpar.shard.tensor.proof import BlockProof
 from patchpar.shard.transformer.probe.capture import CapturedBlock
-from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.unsupported_model import attempted, reason_of
 
 MOST_PIECES = 12
+_NAMES = ((), ("head",), ("head", "inner", "hidden", "embed", "dim"))
+"""Parts of names of counts, the likeliest first, for one attempt after the other: the proof decides."""
 Masks = list[Tensor]  # [F] each, by rank
 
 
@@ -99,18 +102,13 @@ class FeatureSearch:
 
     def proved(self, block: CapturedBlock, columns: Mapping[str, Source]) -> BlockCut:
         """Return the cut by these columns, with the counts with which it is right. Raises UnsupportedModel."""
-        cut, proof, reason = self.cut(block, columns), BlockProof(block, self.size), ""
+        cut, proof, failures = self.cut(block, columns), BlockProof(block, self.size), list[Exception]()
         for counts in count_choices(block.module, cut.columns, self.probe.head_counts()):
             chosen = replace(cut, counts=counts)
-            try:
+            with attempted(failures):
                 proof.check(chosen)
-            except Exception as error:
-                if not is_of_the_split(error):
-                    raise
-                reason = str(error) if isinstance(error, UnsupportedModel) else in_one_line(error)
-            else:
                 return chosen
-        raise UnsupportedModel(f"divided, it does not compute the same ({reason})")
+        raise UnsupportedModel(f"divided, it does not compute the same ({reason_of(failures[-1])})")
 
     def cut(self, block: CapturedBlock, columns: Mapping[str, Source]) -> BlockCut:
         """Return the cut by these columns."""
@@ -229,3 +227,29 @@ def _runs(mask: Tensor) -> Runs:
     edges = torch.diff(mask.int(), prepend=mask.new_zeros(1).int(), append=mask.new_zeros(1).int())
     starts, ends = (edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()
     return tuple(zip(starts, ends, strict=True))
+
+
+def count_choices(block: nn.Module, columns: Sequence[FeatureCut], heads: Sequence[int]) -> Iterator[tuple[Count, ...]]:
+    """Yield the attributes to change, for one attempt after the other: none at first."""
+    tried: set[tuple[Count, ...]] = set()
+    for names in _NAMES:
+        counts = tuple(each for each in _counts(block, columns, heads) if any(part in each.name for part in names))
+        if counts not in tried:
+            tried.add(counts)
+            yield counts
+
+
+def _counts(block: nn.Module, columns: Sequence[FeatureCut], heads: Sequence[int]) -> Iterator[Count]:
+    """Yield attributes of what holds a column, or of what holds that, with the share of each rank."""
+    found = set()
+    for column in columns:
+        sizes = column.sizes()
+        whole, pieces = sum(sizes), len(column.runs[0])
+        amounts = {*heads, *(whole // pieces * number for number in range(1, pieces + 1))}
+        owner = column.path.rpartition(".")[0]
+        for path in dict.fromkeys((owner, owner.rpartition(".")[0])):
+            for name, value in vars(block.get_submodule(path)).items():
+                wanted = type(value) is int and value in amounts and all(value * size % whole == 0 for size in sizes)
+                if wanted and (path, name) not in found:
+                    found.add((path, name))
+                    yield Count(path, name, tuple(value * size // whole for size in sizes))

@@ -5,7 +5,7 @@ Where queries and keys are the same tokens, as nearly always, or the queries are
 first. Common tokens are those that every rank holds, such as text that is not split.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from patchpar.plan.kv_selection import AllRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, as_bias
 from patchpar.shard.attention.stale import attend_with_past
+from patchpar.shard.attention.ulysses import Mode
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
@@ -27,8 +28,6 @@ from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.split_tokens import CallRuns, PlacedCall, SplitTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
 from patchpar.shard.transformer.token_runs import Runs
-
-Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,7 @@ def _whole_mask(
         raise UnsupportedModel(f"{where}: a mask of queries and keys is made from the tokens that are here")
     if queries == keys and _sees_itself_alone(mask, keys):
         return _with_blind_columns(as_bias(mask, call.query.dtype), keys)
-    return _outer_product(split, where, mask, queries, keys)
+    return _outer_product(split, where, mask, keys)
 
 
 def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
@@ -229,7 +228,7 @@ def _with_blind_columns(bias: Tensor, keys: SplitTokens) -> Tensor:
     return keys.joined(common, [ranges.joined(columns, -1)], -1)
 
 
-def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: SplitTokens, keys: SplitTokens) -> Tensor:
+def _outer_product(split: TokenSplit, where: str, mask: Tensor, keys: SplitTokens) -> Tensor:
     """Return the whole mask for one that the block makes from valid and padded tokens on this rank."""
     if mask.dtype != torch.bool:
         raise UnsupportedModel(

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather
@@ -22,7 +21,7 @@ from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.local_patch import LocalPatch, PatchHook
 from patchpar.shard.processor_call import without_signature
 from patchpar.shard.sdpa import AttentionCall, SdpaMode, with_attention
 from patchpar.shard.stale.token_grid import LevelGrid
@@ -30,7 +29,7 @@ from patchpar.shard.stale.token_grid import LevelGrid
 PROJECTIONS = ("to_k", "to_v")
 
 
-class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class AttentionHook(PatchHook):
     """Self-attention over the tokens of the whole image: the processor runs unchanged, its attention call is replaced.
 
     `own_kernel`: the processor does not call scaled_dot_product_attention (but baddbmm, slice by slice, or xformers).
@@ -39,9 +38,8 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """
 
     def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False, elsewhere: bool = False) -> None:
-        super().__init__()
-        self.patch, self.where, self.own_kernel = patch, where, own_kernel
-        self._elsewhere = elsewhere
+        super().__init__(patch, where)
+        self.own_kernel, self._elsewhere = own_kernel, elsewhere
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward. Raises UnsupportedModel for a processor that cannot be split."""
@@ -70,12 +68,8 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return attend_over_bands(self.patch, self.where, call)
 
 
-class ContextHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class ContextHook(PatchHook):
     """Attention to a context that every rank has, such as text: nothing is exchanged, and no signature looked up."""
-
-    def __init__(self, patch: LocalPatch) -> None:
-        super().__init__()
-        self.patch = patch
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""

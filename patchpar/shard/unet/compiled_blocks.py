@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.local_patch import LocalPatch, PatchHook
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.unet.attention_hook import attend_over_bands
 from patchpar.shard.unet.discover import ExchangeSites
@@ -56,7 +55,7 @@ class CompiledBlocks:
             hooks.replace(module, "_compiled_call_impl", module._call_impl)  # the hook runs before the compiled graph
 
 
-class CompiledBlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class CompiledBlockHook(PatchHook):
     """Runs a compiled block and answers its calls of attention.
 
     `layers`: the layer of each call, in their order; `spatial`: layers over the tokens of the whole image.
@@ -70,8 +69,8 @@ class CompiledBlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not ty
         spatial: Sequence[str],
         compiled: Callable[..., Any],
     ) -> None:
-        super().__init__()
-        self.patch, self.where, self.compiled = patch, where, compiled
+        super().__init__(patch, where)
+        self.compiled = compiled
         self._points = [layer if layer in spatial else None for layer in layers]
         self._number = 0
 

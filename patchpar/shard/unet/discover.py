@@ -28,7 +28,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import TOKEN_LAYERS, ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
-from patchpar.shard.unet.transforms import TransformsMode, modules_with_transforms
+from patchpar.shard.unet.whole_maps import TransformsMode, modules_with_transforms
 from patchpar.shard.unsupported_model import is_of_the_split
 
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)

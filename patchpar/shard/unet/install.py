@@ -22,12 +22,11 @@ from patchpar.shard.processor_call import looks_up_signatures
 from patchpar.shard.unet.attention_hook import AttentionHook, ContextHook, refusal_of_past
 from patchpar.shard.unet.compiled_blocks import CompiledBlocks
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
-from patchpar.shard.unet.fourier import FourierHook
 from patchpar.shard.unet.ip_adapter_masks import MaskHook, takes_masks
 from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
 from patchpar.shard.unet.layers import stencil_of
-from patchpar.shard.unet.pooling import PoolingHook
 from patchpar.shard.unet.spatial_arguments import with_sample_size
+from patchpar.shard.unet.whole_maps import FourierHook, PoolingHook
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import Call, Comparison, relative_error, rounding_limit
 

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
 from diffusers.image_processor import IPAdapterMaskProcessor
 from torch import Tensor, nn
 
-from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.local_patch import PatchHook
 from patchpar.shard.stale.token_grid import LevelGrid
 
 MASKS = "ip_adapter_masks"
@@ -27,12 +26,8 @@ def takes_masks(module: nn.Module) -> bool:
     return processor is not None and MASKS in inspect.signature(processor.__call__).parameters
 
 
-class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class MaskHook(PatchHook):
     """Attention of this rank's tokens to reference images, with this rank's part of the masks."""
-
-    def __init__(self, patch: LocalPatch) -> None:
-        super().__init__()
-        self.patch = patch
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, halo_of, moments_part, stacked_moments
@@ -25,7 +24,7 @@ from patchpar.comm.transport import TensorSpec, Work
 from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.kernels.group_moments import moments_of_band
-from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.local_patch import LocalPatch, PatchHook
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
@@ -41,12 +40,12 @@ from patchpar.shard.unet.layers import (
 )
 
 
-class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class NormHook(PatchHook):
     """Group norm of the whole image from the moments of each rank's band."""
 
     def __init__(self, patch: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
-        super().__init__()
-        self.patch, self.where, self.feeds = patch, where, feeds
+        super().__init__(patch, where)
+        self.feeds = feeds
         self._rounds: dict[tuple[object, ...], _EdgeRound] = {}
 
     def new_forward(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
@@ -146,15 +145,15 @@ class ConvFed:
     activations: tuple[nn.Module, ...]
 
 
-class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+class ConvHook(PatchHook):
     """A convolution with a kernel larger than one along the split dim.
 
     `trailing`: number of zero rows that the model itself appends before an unpadded convolution.
     """
 
     def __init__(self, patch: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
-        super().__init__()
-        self.patch, self.where, self.reads_sample, self.trailing = patch, where, reads_sample, trailing
+        super().__init__(patch, where)
+        self.reads_sample, self.trailing = reads_sample, trailing
         self._stencil: Stencil | None = None  # of the module, computed once
 
     def new_forward(self, module: Conv, x: Tensor) -> Tensor:

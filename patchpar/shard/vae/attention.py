@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.attention_mode import AttentionMode
-from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.attention.partial import merge_partials
+from patchpar.shard.attention.partial import attend_locally, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.band import VaeBand

@@ -131,7 +131,7 @@ class ParallelVae:
                 return call.on(call.x) if self._first else stand_in(call)
 
     def _tiling_wins(self) -> bool:
-        tiled = is_tiled(self.vae)
+        tiled = bool(getattr(self.vae, "use_tiling", False))
         if tiled and not self._has_warned:
             self._say(f"{type(self.vae).__name__} has tiling switched on, so one rank decodes, tile by tile")
         return tiled
@@ -208,11 +208,6 @@ def in_tiles(vae: Any) -> Iterator[None]:
         yield
     finally:
         vae.use_tiling = before
-
-
-def is_tiled(vae: nn.Module) -> bool:
-    """Whether its tiling is enabled."""
-    return bool(getattr(vae, "use_tiling", False))
 
 
 def stand_in(call: VaeCall) -> Any:

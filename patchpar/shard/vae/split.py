@@ -14,8 +14,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import split_bands
 from patchpar.shard.compiled import compiled_in
-from patchpar.shard.default_generators import DefaultGenerators
-from patchpar.shard.generators import generators_of
+from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
 from patchpar.shard.shared_noise import sampled_in_vain
@@ -203,13 +202,9 @@ def longer_dim(x: Tensor) -> int:
 @contextmanager
 def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     """Restore the default random state, and those of generators among the arguments, at the end."""
-    generators = generators_of({**call.kwargs, "*": call.args})
-    states = [generator.get_state() for generator in generators]
-    default = DefaultGenerators(call.x.device)
+    states = GeneratorStates({**call.kwargs, "*": call.args}, call.x.device)
     try:
         with sampled_in_vain():
             yield
     finally:
-        default.restore()
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        states.restore()

@@ -3,7 +3,7 @@
     block       an item of an outermost ModuleList: blocks run one after the other, and each is called as a module
     packed      parameters and buffers of a block, each at an aligned offset, in its own strides
     left out    tensors outside blocks; tensors whose memory overlaps that of another block or of the rest (tied);
-                weights that are no plain tensors (`opaque`); those of adapters (`adapter_layers`)
+                what is in `left_whole`
 
 A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`).
 """
@@ -19,9 +19,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.verification import is_alike
-from patchpar.shard.weights.adapter_layers import adapter_modules
-from patchpar.shard.weights.compiled_parts import blocks_outside_graphs
-from patchpar.shard.weights.opaque import is_plain, opaque_weights
+from patchpar.shard.weights.left_whole import adapter_modules, blocks_outside_graphs, is_plain, opaque_weights
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather

@@ -70,7 +70,6 @@ class GatherRounds:
         if self.weights is None:
             return True
         if self.count in self._ahead:
-            self._ahead.remove(self.count)
             return True
         self.outstanding[self.count] = self.weights
         return False

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.weights.compiled_parts import say_what_is_in_graphs
-from patchpar.shard.weights.opaque import say_what_stays_whole
+from patchpar.shard.weights.left_whole import say_what_is_in_graphs, say_what_stays_whole
 from patchpar.shard.weights.packed import (
     NAN_BYTE,
     CopyMemory,

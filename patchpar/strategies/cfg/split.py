@@ -30,9 +30,10 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.call_parameters import parameters_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.argument_changes import are_as_before, gives_back, held_by, with_given, without_given
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.shard.guidance_branches import at_own_index
-from patchpar.shard.step_caches import are_as_before, gives_back, held_by, refuse_counting, with_given, without_given
+from patchpar.shard.step_caches import refuse_counting
 from patchpar.shard.verification import call_signature
 from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
@@ -238,10 +239,9 @@ class GuidanceSplit:
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
                 f"cannot split evenly: use cfg={branches}, or {WITHOUT}"
             )
-        own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
+        own_args, own_kwargs = own_call = batch.part((args, kwargs), axis.rank, axis.size)
         with at_own_index(self.by_branch, axis.rank, axis.size):
             output = forward(*own_args, **own_kwargs)
-        own_call = (own_args, own_kwargs)
         if batch.by_item or not gives_back(output, own_call):
             return batch.join(self._post.exchange(output, self._now))
         joined = batch.join(self._post.exchange(without_given(output, own_call), self._now))

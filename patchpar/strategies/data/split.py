@@ -18,6 +18,18 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.models.info import images_each
 from patchpar.strategies.data.control_images import divided_conditions, listed_by_condition
+from patchpar.strategies.data.known_pipelines import (
+    CONTROLS,
+    ENCODED_ONCE,
+    ENCODES_EACH,
+    MIXED,
+    NEGATIVE_SIZES,
+    OWN_NOISE,
+    REFERENCES,
+    REFERRED,
+    REPEATS_EACH,
+    why_mixed,
+)
 
 TEXTS = (
     "prompt",
@@ -47,31 +59,6 @@ SHARED_LISTS = (
     "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks", "conditioning_scale",
     "guidance_schedule",
 )  # fmt: skip
-REFERENCES = (  # pipelines with several images a prompt
-    "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
-    "LTXCondition",
-)  # fmt: skip
-MIXED = {
-    "CycleDiffusionPipeline": "takes the second of several prompts for a branch of the guidance of the first",
-    "HeliosPyramidPipeline": "samples the noise between its stages for all prompts at once",
-    "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
-    "FluxPriorReduxPipeline": "adds up what all images and prompts give",
-    "StableDiffusionPanoramaPipeline": "takes the text of one prompt for the branch without text of another",
-    "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
-}
-REFERRED = ("image", "video", "conditions")
-CONTROLS = ("control_image", "control_mask")  # each is repeated for all results of its prompt, then comes the next one
-REPEATS_EACH = ("IF", "Kandinsky3")  # pipelines that do so with all images
-ENCODES_EACH = (  # pipelines that encode images, or videos, one after another with sampled noise
-    "AnimateDiffVideoToVideo", "CogVideoXImageToVideo", "CogVideoXVideoToVideo", "ConsisID", "Cosmos2VideoToWorld",
-    "Cosmos2_5_Transfer", "HunyuanSkyreelsImageToVideo", "LTXImageToVideo",
-)  # fmt: skip
-ENCODED_ONCE = {  # for all prompts, with noise that asks no generator
-    "AceStepPipeline": ("reference_audio", "src_audio"),
-    "AnimateDiffSparseControlNetPipeline": ("conditioning_frames",),
-}
-NEGATIVE_SIZES = ("negative_original_size", "negative_target_size")
-OWN_NOISE = ("AmusedScheduler", "VQDiffusionScheduler")  # schedulers that sample noise for a whole batch themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +109,10 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """Return one output from those of all data ranks, in order: the pipeline's own class, or a tuple."""
+    """Return one output from those of all data ranks, in order: the pipeline's own class, or a tuple.
+
+    Whole numbers that all ranks return, such as positions of frames, are for all prompts.
+    """
     first = outputs[0]
     if is_dataclass(first):
         parts = {field.name: [getattr(output, field.name) for output in outputs] for field in fields(first)}
@@ -131,7 +121,7 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(merge_outputs(parts) for parts in zip(*outputs, strict=True))
     if isinstance(first, list):
-        return [item for output in outputs for item in output]
+        return first if _are_for_all(outputs) else [item for output in outputs for item in output]
     if hasattr(first, "new_empty"):
         import torch
 
@@ -141,6 +131,12 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
 
         return np.concatenate(outputs)
     return first
+
+
+def _are_for_all(lists: Sequence[list[Any]]) -> bool:
+    """Whether these are the same whole numbers; a bool, as of a safety checker, is of one result."""
+    numbers = all(type(item) is int for each in lists for item in each)
+    return numbers and all(each == lists[0] for each in lists)
 
 
 @contextmanager
@@ -219,6 +215,9 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
     if why:
         way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
         raise PlanError(f"{why}, so that data ranks would give other images: use {way_out}")
+    mixed = why_mixed(type(pipe).__name__, dir(pipe), kwargs)
+    if mixed:
+        raise PlanError(f"{mixed}, so that data ranks would give other results: use data=1 for this call")
     if type(pipe).__name__.startswith(REFERENCES):
         for name in REFERRED:
             if kwargs.get(name) is not None:

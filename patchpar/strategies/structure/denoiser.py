@@ -90,6 +90,7 @@ class HighResDenoiser:
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
+        self._calls_by_branch = describe(pipe).guided_by_true_scale
         self._branches: dict[Any, int] = {}
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -143,8 +144,9 @@ class HighResDenoiser:
         """Return the number of guidance branches in a batch, counted once per image and shape. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
             # Latents may be NaN where this rank needs none, and NaN is not equal to itself.
-            # Without guidance latents repeat only where prompts have the same seed.
-            branches = 1 if self.clock.guided is False else count_branches(x_BCHW.nan_to_num())
+            # Without guidance, or in a call of one branch, latents repeat only where prompts have the same seed.
+            is_one = self.clock.guided is False or self._calls_by_branch
+            branches = 1 if is_one else count_branches(x_BCHW.nan_to_num())
             self._branches[x_BCHW.shape] = branches
             self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]

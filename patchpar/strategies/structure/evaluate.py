@@ -41,7 +41,7 @@ class DenoiserCall:
     ) -> tuple[dict[Unit, Tensor], Any]:
         """Return predictions x_BChw of the units of `rank`, alone and then with its team; see `predictions`."""
         whole_units, split_units = schedule.whole_units[rank], schedule.split_units[rank]
-        if not split_units or self.in_bands is None:
+        if not split_units:
             return self.predictions(whole_units, patch_at, around)
         found = self.predictions(whole_units, patch_at, around)[0] if whole_units else {}
         more, like = self.predictions(split_units, patch_at, forward=self.in_bands)

@@ -50,8 +50,9 @@ class NoiseLevel:
     @property
     def per_noise(self) -> float:
         """Derivative of the prediction by the result of `noise_in`, with x fixed."""
-        slopes = {"v_prediction": 1 / self.signal, "sample": -self.noise / self.signal}
-        return slopes.get(self.predicts, 1.0)
+        if self.predicts == "v_prediction":
+            return 1 / self.signal
+        return -self.noise / self.signal if self.predicts == "sample" else 1.0  # flow matching begins without signal
 
 
 def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> NoiseLevel:

@@ -1,7 +1,6 @@
 """Calls of a model's denoiser with random values, and their operators, recorded without values."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.dry_run import on_the_cpu, with_few_steps
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.dry_run.live_bytes import LiveBytes
@@ -20,9 +18,9 @@ from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT
+from patchpar.pipeline.planner.empty_call import arguments_of_first_call
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.plan.replay.tape import Operator
-from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import SdpaMode
 
 SPREAD = 0.02
@@ -72,22 +70,11 @@ def _with_random_weights(empty: nn.Module, device: torch.device) -> nn.Module:
 
 def _call_of(pipe: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the arguments of the denoiser's first call, those of its networks without values."""
-    calls: list[tuple[Any, Any]] = []
-
-    def first(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-        raise _Called
-
     mode = MetaMode(LiveBytes(ENCODE))
-    with ExitStack() as stack:
-        for each in (on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode):
-            stack.enter_context(each)
-        stack.enter_context(HookSet()).before(denoiser, first, with_kwargs=True)
-        stack.enter_context(suppress(_Called))
-        pipe(**with_few_steps(pipe, call, 1))
-    if not calls:
-        raise UnsupportedModel(f"{type(denoiser).__name__} was not called, so that it cannot be measured")
-    return calls[0]
+    with on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode:
+        run = partial(pipe, **with_few_steps(pipe, call, 1))
+        found = arguments_of_first_call(denoiser, run, "it cannot be measured")
+    return found.args, found.kwargs
 
 
 def _operators(denoiser: nn.Module, args: Any, kwargs: Any) -> tuple[Operator, ...]:
@@ -107,7 +94,3 @@ def _filled(x: Any, device: torch.device) -> Any:
     if x.is_floating_point():
         return torch.randn(x.shape, device=device).to(x.dtype)
     return torch.zeros(x.shape, dtype=x.dtype, device=device)
-
-
-class _Called(Exception):
-    """The denoiser is called."""

@@ -20,7 +20,7 @@ from patchpar.shard.transformer.probe.row_trace import TOLERANCE, Observed
 from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import TOKEN, TokenGrid, TokenRanges
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # integers that may be counts: all sets of them are tried
@@ -54,22 +54,17 @@ class _BlockTrial:
 
     def proved(self, plan: BlockPlan, ranges: TokenRanges, lines: int | None = None) -> BlockPlan:
         """Return the plan with the arguments that count tokens; `lines` stay whole. Raises UnsupportedModel."""
-        reasons = []
+        failures: list[Exception] = []
         by_line = [()] if lines is None else list(self._counting((lines,)))
         bounds = list(self._counting(range(1, self.sizes[0]), MOST_BOUNDS))
         sets_of_counts = list(self._counting(self.sizes))
         for first, counted, counts in product(bounds, by_line, sets_of_counts):  # without any bound first
             mixing = None if plan.mixing is None else plan.mixing.counting(counted, ranges.across)
             candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
-            try:
+            with attempted(failures):
                 _try(candidate, self.block, self.severance, self.whole, ranges)
-            except Exception as error:
-                if not is_of_the_split(error):
-                    raise
-                reasons.append(str(error))
-                continue
-            return candidate
-        raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
+                return candidate
+        raise UnsupportedModel(f"with some of its tokens alone it fails: {failures[0]}")
 
     def _counting(self, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
         """Yield sets of integer arguments that may count tokens, the smallest sets first."""

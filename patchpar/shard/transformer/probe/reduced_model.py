@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 
+from patchpar.comm.pytree import map_tensors
 from patchpar.shard.hooks import HookSet
 
 
@@ -34,11 +36,15 @@ class _BlockInputs:
         """Run the first block and keep its output."""
         self.shapes = _shapes_of((args, kwargs))
         self.output = forward(*args, **kwargs)
-        return _cloned(self.output)
+        return map_tensors(torch.clone, self.output)
 
     def by_other(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return the first block's output; run the block if its inputs have other shapes."""
-        return _cloned(self.output) if _shapes_of((args, kwargs)) == self.shapes else forward(*args, **kwargs)
+        return (
+            map_tensors(torch.clone, self.output)
+            if _shapes_of((args, kwargs)) == self.shapes
+            else forward(*args, **kwargs)
+        )
 
 
 @contextmanager
@@ -52,7 +58,3 @@ def forward_of(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]
 
 def _shapes_of(value: Any) -> list[Any]:
     return [leaf.shape if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_flatten(value)[0]]
-
-
-def _cloned(value: Any) -> Any:
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)

@@ -23,7 +23,7 @@ from patchpar.shard.transformer.probe.check import is_close, middle_of, rounding
 from patchpar.shard.transformer.probe.observe_block import Severance, StandIn, observe_block
 from patchpar.shard.transformer.token_plan import BlockPlan, Replicated
 from patchpar.shard.transformer.token_ranges import TokenRanges
-from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 MOST = 0.75  # of a block's parameters: where every rank computes more, splitting the rest gains almost nothing
 
@@ -97,17 +97,14 @@ def _works_alone(call: PartCall, part: Replicated, ranges: TokenRanges) -> bool:
         rows = part.inputs.get(name)
         return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, ranges)
 
-    try:
+    with attempted():
         whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(cut)))
         wanted = {
             f"output {number}": rows.cut(whole[f"output {number}"], ranges) for number, rows in part.outputs.items()
         }
-    except Exception as error:
-        if not is_of_the_split(error):
-            raise
-        return False
-    rounding = rounding_of(call.arguments)
-    return all(own[name].shape == x.shape and is_close(own[name], x, rounding) for name, x in wanted.items())
+        rounding = rounding_of(call.arguments)
+        return all(own[name].shape == x.shape and is_close(own[name], x, rounding) for name, x in wanted.items())
+    return False
 
 
 def _calls_attention(call: PartCall) -> bool:

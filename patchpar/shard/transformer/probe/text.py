@@ -23,7 +23,7 @@ from patchpar.shard.transformer.probe.token_rows import TokenArgument
 from patchpar.shard.transformer.token_plan import BlockPlan, TextPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, cut_runs, runs_of
-from patchpar.shard.unsupported_model import attempted, is_of_the_split
+from patchpar.shard.unsupported_model import attempted
 
 Both = tuple[TokenRanges, TokenRanges]  # of the first run and the second
 
@@ -86,7 +86,7 @@ def _proved(plan: BlockPlan, text: TextPlan, block: CapturedBlock, sizes: tuple[
     """
     whole, first = observe_block(block.module, block.arguments), middle_of(sizes[0])
     last = _other_middle(sizes[1], first.num_tokens - first.count)
-    leaves, reason = block.arguments.leaves(), ""
+    leaves, failures = block.arguments.leaves(), list[Exception]()
     numbers = [
         name
         for name, leaf in leaves.items()
@@ -94,15 +94,10 @@ def _proved(plan: BlockPlan, text: TextPlan, block: CapturedBlock, sizes: tuple[
     ][:MOST_COUNTS]
     for counts in (each for size in range(len(numbers) + 1) for each in combinations(numbers, size)):
         found = replace(plan, text=replace(text, counts=counts))
-        try:
+        with attempted(failures):
             _try(found, block, whole, (first, last))
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
-            reason = reason or str(error)
-            continue
-        return found
-    raise UnsupportedModel(f"with some of its second run of tokens it fails: {reason}")
+            return found
+    raise UnsupportedModel(f"with some of its second run of tokens it fails: {failures[0]}")
 
 
 def _other_middle(tokens: int, fewer: int) -> TokenRanges:

@@ -1,11 +1,16 @@
-"""Arguments on the device of a rank: a caller that is no rank has its tensors on the CPU, or on its own device."""
+"""Values between a caller and a rank: arguments on the device of the rank, and results, anything but networks.
+
+A caller that is no rank has its tensors on the CPU, or on its own device.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, device
+from diffusers import DiffusionPipeline
+from torch import Tensor, device, nn
 
-from patchpar.comm.pytree import leaves, map_leaves
+from patchpar.comm.pytree import leaves, map_tensors
+from patchpar.errors import UnsupportedModel
 
 EMBEDDINGS = ("embeds", "attention_mask")
 """Parts of the names of such arguments."""
@@ -40,4 +45,20 @@ def _on(own: device, value: Any) -> Any:
     """Return a value with its tensors on a device: itself, if they are all there, or it has none."""
     if all(leaf.device == own for leaf in leaves(value) if isinstance(leaf, Tensor)):
         return value
-    return map_leaves(lambda leaf: leaf.to(own) if isinstance(leaf, Tensor) else leaf, value)
+    return map_tensors(lambda x: x.to(own), value)
+
+
+def refuse_networks(what: str, value: Any) -> None:
+    """Raise UnsupportedModel if a value is a network, or holds one. `what`: its name, for the message."""
+    if any(_holds_network(leaf) for leaf in leaves(value)):
+        raise UnsupportedModel(
+            f"{what} is a {type(value).__name__} that exists in the workers only. Call methods of the pipeline and "
+            "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change, and other "
+            "pipelines of the same networks (from_pipe), before ParallelPipeline(pipe)"
+        )
+
+
+def _holds_network(value: Any) -> bool:
+    """Return whether a value is a network, a pipeline, or a method of one."""
+    owner = getattr(value, "__self__", value)
+    return isinstance(owner, (nn.Module, DiffusionPipeline))

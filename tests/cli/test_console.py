@@ -1,0 +1,59 @@
+"""What stderr shows of a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from patchpar.cli import app
+from patchpar.cli.console import progress
+from patchpar.errors import PlanError
+
+
+def refused_after(steps: int) -> None:
+    with progress("generating") as step:
+        for number in range(steps):
+            step(number + 1, 4)
+        raise PlanError("no such plan")
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_bar_is_left_of_a_run_that_has_begun_only(capsys: pytest.CaptureFixture[str], steps: int) -> None:
+    """Where the plan is refused, the error stands alone; where a later step fails, the bar says how far it came."""
+    with pytest.raises(PlanError):
+        refused_after(steps)
+    found = capsys.readouterr().err
+    assert ("generating" in found and "1/4" in found, found == "") == (steps > 0, steps == 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "first"),
+    [
+        ("stream.video", ("stream", "--audio", "embedded", "-o", "a.mp4"), "starting"),
+        ("stream.images", ("stream", "a fox", "--input", "images", "-o", "a.mp4"), "starting"),
+        ("fifo", ("fifo", "a fox", "--model", "embedded", "-o", "a.mp4"), "starting"),
+        ("convert", ("convert", "a.pt", "--to", "folder"), "converting a.pt"),
+    ],
+    ids=["stream", "images", "fifo", "convert"],
+)
+def test_a_line_is_shown_before_the_libraries_are_imported(
+    module: str, words: tuple[str, ...], first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes many seconds, most of them the first time after an installation."""
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "images" / "a.png")
+    monkeypatch.chdir(tmp_path)
+    events: list[str] = []
+
+    def line(text: str) -> None:
+        events.append(text)
+        raise typer.Exit
+
+    monkeypatch.setattr(f"patchpar.cli.{module}.living_line", line, raising=False)
+    monkeypatch.setattr("patchpar.models.quiet_libraries.silence_libraries", lambda: events.append("libraries"))
+    CliRunner().invoke(app, words)
+    assert events == [first]
