@@ -39,7 +39,7 @@ class VideoFile:
             with open_media(Path(path)) as container:
                 return cls._inspect(container, Path(path))
         except av.FFmpegError as error:
-            raise PlanError(f"the file cannot be read as a video: use {', '.join(KINDS)}") from error
+            raise PlanError(f"the file cannot be read as a video: use {', '.join(KINDS)} ({error.strerror})") from error
 
     @classmethod
     def _inspect(cls, container: Any, path: Path) -> "VideoFile":

@@ -118,6 +118,5 @@ def _run(request: FifoFlags, config: FifoConfig, stack: ExitStack, ranks: Stream
     session = pipe.stream(request.prompt, **request.for_stream())
     ending = show_all(parts_of(session, session), session, [file], meter, print_line, config.fps)
     ranks.has_signal = bool(ending.code)
-    return StreamReport(
-        plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=[request.output]
-    )
+    saved = [request.output] if file.full is None else []
+    return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=saved)

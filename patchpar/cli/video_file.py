@@ -79,15 +79,16 @@ def save_frames(frames: NDArray[np.uint8], folder: Path) -> list[Path]:
 class StreamVideoFile:
     """One video file, with the size of the first frames. `rate`: samples per second of its audio; None for no audio.
 
-    `written`: where it is meanwhile. `grows`: it is written in fragments, and appears with the first.
+    `written`: where it is meanwhile. `grows`: it is written in fragments, and appears with the first. `full`: the error
+    after which nothing more is written.
     """
 
     def __init__(
         self, path: Path, written: str | Path, fps: float, rate: int | None, grows: GrowingFile | None = None
     ) -> None:
-        self._path, self._written, self._fps, self._rate, self._grows = path, written, fps, rate, grows
+        self.path, self._written, self._fps, self._rate, self._grows = path, written, fps, rate, grows
         self._writer: Any = None
-        self._full: FullDisk | None = None
+        self.full: FullDisk | None = None
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Encode frames in uint8, the first at `pts` seconds, and their audio.
@@ -95,12 +96,12 @@ class StreamVideoFile:
         Raises PlanError for odd sizes, and FullDisk, after which nothing more is written.
         """
         try:
-            with full_disk_named(self._path):
+            with full_disk_named(self.path):
                 if self._writer is None:
                     self._writer = self._opened(*frames_FHWC.shape[1:3])
                 self._writer.add(frames_FHWC, pts, audio_N)
         except FullDisk as error:
-            self._full = error
+            self.full = error
             raise
         if self._grows is not None:
             self._grows.appear()
@@ -109,16 +110,16 @@ class StreamVideoFile:
         """Finish the file. Raises PatchparError if there was no frame; FullDisk, unless what it has can be played."""
         if self._writer is None:
             raise PatchparError("the stream ended before its first frame: there is nothing to save")
-        if self._full is None:
-            with full_disk_named(self._path):
+        if self.full is None:
+            with full_disk_named(self.path):
                 self._writer.close()
         elif self._grows is None:
-            raise self._full
+            raise self.full
 
     def _opened(self, height: int, width: int) -> Any:
         from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 
-        container, codec, audio = FORMATS[self._path.suffix.lower()]
+        container, codec, audio = FORMATS[self.path.suffix.lower()]
         form = VideoFormat(
             fps=self._fps,
             height=height,

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import is_number, make_plain
+from patchpar.plan.scalars import is_number, make_plain, plain
 from patchpar.stream.audio.track import first_frame_number
 from patchpar.stream.config import LEAST_FPS, MOST_FPS
 from patchpar.stream.json_fields import number
@@ -71,9 +71,10 @@ class StreamFormat:
         """Return the number of blocks for so many seconds; None for a stream without end. Raises PlanError."""
         if seconds is None:
             return None
-        if not 0 < seconds <= LONGEST:
-            raise PlanError(f"seconds={seconds}: it must be above 0, and at most {LONGEST:g}; None for no end")
-        frames = math.ceil(seconds * self.fps - 1e-6)  # seconds of whole frames are rounded
+        known = plain(seconds)
+        if not is_number(known, 0, LONGEST) or not known:
+            raise PlanError(f"seconds={known!r:.80}: it must be above 0, and at most {LONGEST:g}; None for no end")
+        frames = math.ceil(known * self.fps - 1e-6)  # seconds of whole frames are rounded
         latents = 1 + max(0, math.ceil((frames - 1) / self.per_latent))  # the first one is one image
         return math.ceil(latents / self.frames)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number, plain
 
 Sampler = Literal["euler", "renoise"]
 
@@ -42,8 +43,9 @@ class FlowSchedule:
         """Return as many steps from noise level `level` on, scaled; the same for None. Raises PlanError."""
         if level is None:
             return self
-        if not 0 < level <= 1:
-            raise PlanError(f"strength={level}: it must be above 0, and at most 1")
+        level = plain(level)
+        if not is_number(level, 0, 1) or not level:
+            raise PlanError(f"strength={level!r:.80}: it must be above 0, and at most 1")
         return FlowSchedule(sigmas=tuple(s * level / self.sigmas[0] for s in self.sigmas), sampler=self.sampler)
 
     @property

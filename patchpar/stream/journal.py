@@ -31,7 +31,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Prompt, Reference
@@ -79,10 +79,14 @@ def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 class StreamJournal:
-    """Records one stream in the file `path`. Raises PlanError if it cannot be written."""
+    """Records one stream in the file `path`. `error`: why it ends before the stream, or None.
+
+    Raises PlanError if it cannot be written.
+    """
 
     def __init__(self, path: Path, origin: JournalHeader, *, limit: int = LIMIT) -> None:
         self._path, self._limit, self._epoch = path, limit, -1
+        self.error: PatchparError | None = None
         self.blocks = self._size = 0
         try:
             kept = kept_options(origin.options)
@@ -141,7 +145,8 @@ class StreamJournal:
         return True
 
     def _give_up(self, why: str) -> None:
-        log.warning("%s ends after %d blocks: %s; the stream continues", self._path, self.blocks, why)
+        self.error = PatchparError(f"{self._path} ends after {self.blocks} blocks: {why}")
+        log.warning("%s; the stream continues", self.error)
         self.close()
 
 
@@ -184,7 +189,7 @@ def _packed(x: Tensor) -> dict[str, Any]:
 
 
 def unpacked(packed: Any) -> Tensor:
-    """Restore a tensor of any shape, of at most MOST_DIMS dims. Raises PlanError, KeyError, TypeError."""
+    """Restore a tensor of at most MOST_DIMS dims that has values. Raises PlanError, KeyError, TypeError, ValueError."""
     dtype = _DTYPES[packed["dtype"]]
     shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
     size = math.prod(shape) * dtype.itemsize
@@ -198,7 +203,7 @@ def unpacked(packed: Any) -> Tensor:
         raise PlanError(f"a tensor whose bytes cannot be read: {error}") from error
     if len(raw) != size:
         raise PlanError(f"a tensor whose shape needs {size} bytes has more or fewer")
-    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
 
 
 _DTYPES = {name: getattr(torch, name) for name in (*DTYPES, "uint8", "int16", "int32", "int64")}

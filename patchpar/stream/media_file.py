@@ -1,7 +1,9 @@
 """Reading of audio and video files: no formats that name other files, such as playlists, which FFmpeg would open."""
 
+import errno
+import io
 from collections.abc import Iterator
-from itertools import count
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,14 +15,65 @@ FORMATS = (
     *("dts", "wv", "tta", "ape"),
 )
 """FFmpeg's names of demuxers; "mov" is MP4 too, "matroska" WebM."""
+EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+"""Elements of a Matroska file (RFC 9559, section 5.1): its header, and all that follows."""
+HEAD_BYTES = 256
 
 
-def open_media(source: Path | IO[bytes]) -> Any:
-    """Return the PyAV container of a file, or of a file object. Raises av.FFmpegError, and OSError."""
+@contextmanager
+def open_media(source: Path | IO[bytes]) -> Iterator[Any]:
+    """Open a file, or a file object, as a PyAV container. Raises av.FFmpegError, and OSError.
+
+    Also for a file that was cut off, and at the end for one that was meanwhile: FFmpeg takes what is left of a Matroska
+    or AVI file for all of it.
+    """
     import av
 
-    file = str(source) if isinstance(source, Path) else source
-    return av.open(file, options={"format_whitelist": ",".join(FORMATS)})
+    path = str(source) if isinstance(source, Path) else source
+    with (
+        av.open(path, options={"format_whitelist": ",".join(FORMATS)}) as container,
+        source.open("rb") if isinstance(source, Path) else nullcontext(source) as file,
+    ):
+        _check_whole(file)
+        yield container
+        _check_whole(file)
+
+
+def _check_whole(file: IO[bytes]) -> None:
+    """Raise av.InvalidDataError for a file with fewer bytes than it declares."""
+    import av
+
+    if not file.seekable():
+        return
+    position = file.seek(0, io.SEEK_CUR)
+    file.seek(0)
+    declared = _declared_bytes(file.read(HEAD_BYTES))
+    size = file.seek(0, io.SEEK_END)
+    file.seek(position)
+    if size < declared:
+        reason = f"it was cut off, and has {size} of {declared} bytes: copy it again, or repair it"
+        raise av.InvalidDataError(errno.EINVAL, reason)
+
+
+def _declared_bytes(head: bytes) -> int:
+    """The length of a Matroska or AVI file by its first bytes; 0 for others, and where it was not known."""
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        size = int.from_bytes(head[4:8], "little")
+        return 0 if size == 2**32 - 1 else 8 + size
+    if head[:4] != EBML:
+        return 0
+    size, begin = _ebml_size(head, 4)
+    if head[begin + size : begin + size + 4] != SEGMENT:
+        return 0
+    size, begin = _ebml_size(head, begin + size + 4)
+    return begin + size
+
+
+def _ebml_size(head: bytes, at: int) -> tuple[int, int]:
+    """The size of an element (RFC 8794, section 4), 0 if it is unknown, and where its data begin."""
+    length = 9 - int.from_bytes(head[at : at + 1], "big").bit_length()
+    size = int.from_bytes(head[at : at + length], "big") % 2 ** (7 * length)
+    return (0 if size == 2 ** (7 * length) - 1 else size), at + length
 
 
 def rate_of(track: Any) -> float | None:
@@ -33,12 +86,14 @@ def timed_frames(container: Any, otherwise: float) -> Iterator[tuple[float, Any]
     """Yield the frames of the first video track, each with the seconds since the first.
 
     `otherwise`: frames per second where the file says nothing. Raw H.264 and H.265 have no times: frames follow at the
-    rate of the track. Raises av.FFmpegError.
+    rate of the track. AVI has times in the order of decoding only. Raises av.FFmpegError.
     """
     track, first = container.streams.video[0], None
     apart = 1 / (rate_of(track) or otherwise)
-    for number, frame in zip(count(), container.decode(track)):
-        seconds = number * apart if frame.time is None else float(frame.time)
+    seconds = -apart
+    for frame in container.decode(track):
+        time = frame.dts if container.format.name == "avi" else frame.pts
+        seconds = seconds + apart if time is None else float(time * frame.time_base)
         first = seconds if first is None else first
         yield seconds - first, frame
 

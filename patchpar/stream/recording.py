@@ -1,5 +1,6 @@
 """Reading a recording for replay: the header, and the inputs of each block."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,10 +61,8 @@ class StreamRecording:
         return cls(origin=origin, blocks=blocks)
 
     def runs(self, ranks: int) -> tuple[StreamRun, ...]:
-        """Return one run for each epoch in which all begins anew."""
+        """Return one run for each epoch in which all begins anew; it ends where the next begins."""
         rows, columns = self.origin.size
-        starts = [block.block for block in self.blocks if block.adapt_sink is not None]
-        ends = dict(zip(starts, [*starts[1:], len(self.blocks)], strict=True))
         return tuple(
             StreamRun(
                 ranks=ranks,
@@ -72,7 +71,7 @@ class StreamRecording:
                 columns=columns,
                 first_block=block.block,
                 adapt_sink=block.adapt_sink,
-                lost=tuple(lost for each in self.blocks[block.block : ends[block.block]] for lost in each.lost),
+                lost=tuple(lost for each in self.blocks[block.block :] for lost in each.lost),
             )
             for block in self.blocks
             if block.adapt_sink is not None
@@ -133,10 +132,9 @@ def _lines(path: Path) -> list[str]:
     """All complete lines. Raises PlanError."""
     try:
         with path.open("rb") as file:
-            data = file.read(LIMIT + 1)
-        if len(data) > LIMIT:
-            raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
-        return data.decode("utf-8").split("\n")[:-1] or [""]
+            if os.fstat(file.fileno()).st_size > LIMIT:
+                raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
+            return file.read().decode("utf-8").split("\n")[:-1] or [""]
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} cannot be read as the recording of a stream: {error}") from error
 

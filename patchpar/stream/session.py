@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.base_session import BaseSession
@@ -203,6 +203,11 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         finally:
             if self._journal is not None:
                 self._journal.close()
+
+    @property
+    def record_error(self) -> PatchparError | None:
+        """Why the recording of this stream ends before it; None if it does not, or there is none."""
+        return None if self._journal is None else self._journal.error
 
     def _live_audio(self, instead: str) -> AudioTrack:
         self._check_running()

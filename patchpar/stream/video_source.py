@@ -47,8 +47,8 @@ class VideoSource:
             self._changed.notify_all()
 
     def is_here(self, block: int) -> bool:
-        """Whether all frames of this block have been read, or no more come."""
-        return self._is_over or len(self._waiting) >= self._frames_of(block)
+        """Whether all frames of this block have been read, or the last ones, or an error: whether it can be taken."""
+        return len(self._waiting) >= self._frames_of(block) or (self._is_over and not self.is_over(block))
 
     def is_over(self, block: int) -> bool:
         """Whether the video ends before this block, which has to be the next one."""

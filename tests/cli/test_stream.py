@@ -31,13 +31,14 @@ from patchpar.cli import app, video_file
 from patchpar.cli.stream import live_inputs
 from patchpar.cli.stream.flags import FPS, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
-from patchpar.cli.stream.run import ProgressMeter, StreamEnding, TimedFrames, paced, show_all
+from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamEnding, TimedFrames, paced, show_all
 from patchpar.cli.stream.video import _audio
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
+from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk
 from tests.cli.test_real import assert_libraries_are_silent
@@ -351,7 +352,7 @@ def test_a_stream_that_was_taken_down_is_made_again(
 
     class Noted(video_file.StreamVideoFile):
         def show(self, frames_FHWC: torch.Tensor, pts: float, audio_N: torch.Tensor | None) -> None:
-            written.setdefault(Path(self._path), []).append(frames_FHWC.numpy().copy())
+            written.setdefault(self.path, []).append(frames_FHWC.numpy().copy())
             super().show(frames_FHWC, pts, audio_N)
 
     monkeypatch.setattr(video_file, "StreamVideoFile", Noted)
@@ -381,6 +382,31 @@ def test_a_stream_that_was_taken_down_is_made_again(
     assert json.loads(result.stdout)["differing"] == [1, 2]
     assert "2 of 3 blocks differ from the recording, from block 1 on" in result.stderr
     assert result.stderr.count("it was recorded with") == 1, "its versions are a list"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_recording_that_ends_before_the_stream_is_not_among_the_files(
+    as_json: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The video is whole; what the recording has can be replayed."""
+    written = StreamJournal._write
+
+    def write(self: StreamJournal, line: str) -> bool:
+        if self.blocks == 2:
+            raise OSError(28, "No space left on device")
+        return written(self, line)
+
+    monkeypatch.setattr(StreamJournal, "_write", write)
+    journal, video = tmp_path / "session.jsonl", tmp_path / "a.mp4"
+    words = ("a fox", "--seconds", 0.5, "--record", journal, "-o", video, "--devices", "cpu", "--model", folder)
+    result = run(*words, *(["--json"] if as_json else []))
+    assert result.exit_code == 1
+    assert f"{journal} ends after 2 blocks: [Errno 28] No space left on device" in result.stderr
+    if as_json:
+        assert json.loads(result.stdout)["outputs"] == [str(video)]
+    else:
+        assert [line for line in result.stdout.splitlines() if "saved" in line] == [f"saved {video}"]
+    assert len(StreamRecording.read(journal).blocks) == 2
 
 
 def one_block(path: Path, model: str) -> Path:
@@ -611,6 +637,9 @@ def test_a_full_disk_ends_no_stream_that_others_watch(
     (ending,) = ended
     assert isinstance(ending.error, PatchparError)
     assert ending.seconds == 8
+    outputs = FrameOutputs(request=StreamFlags(), fps=20, rate=None, live=(), videos=(video,))
+    assert outputs.saved == []
+    assert replace(outputs, videos=(video_file.StreamVideoFile(path, path, 20, None),)).saved == [path]
     assert capsys.readouterr().err == f"{ending.error}. The stream goes on without it\n"
     assert path.exists() == is_endless
 

@@ -52,6 +52,35 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 1000.0)
 
 
+def test_without_an_image_none_is_sent() -> None:
+    feed = ImageFeed()
+    feed.close()
+    assert b"".join(read(feed.parts())) == b"--patchpar-image--\r\n"
+
+
+def test_what_comes_just_before_the_end_is_sent() -> None:
+    """After a browser has found nothing new, and before it finds that the feed is over."""
+
+    class Ending(VideoFeed):
+        def _next(self, number: int) -> tuple[int, Mp4Fragment] | None:
+            found = super()._next(number)
+            if found is None and not self.is_over:
+                self.put(HEAD, block(0))
+                self.close()
+            return found
+
+    assert read(Ending().parts()) == [b"head ", b"0.0 ", b"0.1 ", b"0.2 "]
+
+
+def test_a_new_browser_begins_with_the_newest_key_frame() -> None:
+    """Also where all are still stored."""
+    feed = VideoFeed(kept=4)
+    for number in range(3):
+        feed.put(HEAD, block(number))
+    feed.close()
+    assert read(feed.parts()) == [b"head ", b"2.0 ", b"2.1 ", b"2.2 "]
+
+
 @pytest.mark.usefixtures("patient")
 def test_images_are_seen_as_they_come() -> None:
     """The last one comes twice: a browser shows an image when the next begins."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import struct
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,13 +220,24 @@ def test_any_value_of_a_journal_may_be_wrong(line: int, journal: list[dict[str, 
     assert taken < refused / 4
 
 
-def test_a_small_line_may_not_become_a_large_tensor(journal: list[dict[str, Any]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [([1, 1, 3], "whose shape needs"), ([2**27, 3], "at most 268435456 in 8"), ([1] * 9, "1 bytes in 9 dims")],
+)
+def test_a_small_line_may_not_become_a_large_tensor(
+    shape: list[int], message: str, journal: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """A gibibyte of zeros is a mebibyte when it is packed."""
     bomb = as_words(ReferenceUpdate(image=torch.zeros(2**25, dtype=torch.uint8)))["image"]
-    line = {**journal[1], "updates": [{"kind": "ReferenceUpdate", "image": {**bomb, "shape": [1, 1, 3]}}]}
+    line = {**journal[1], "updates": [{"kind": "ReferenceUpdate", "image": {**bomb, "shape": shape}}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(journal[0]) + "\n" + json.dumps(line) + "\n")
-    with pytest.raises(PlanError, match="whose shape needs"):
-        StreamRecording.read(tmp_path / "a.jsonl")
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanError, match=message):
+            StreamRecording.read(tmp_path / "a.jsonl")
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_no_more_is_decoded_than_may_be_there(tmp_path: Path) -> None:
         read_audio(path, 8000, most=0.5)
 
 
-def write_flac(path: Path) -> Path:
+def write_flac(path: Path, codec: str = "flac") -> Path:
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("flac", rate=16000, layout="mono")
+        stream = container.add_stream(codec, rate=16000, layout="mono")
         samples = (tone(16000, 3.0) * 32767).astype(np.int16)
         frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
         frame.sample_rate = 16000
@@ -106,6 +106,11 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path = write_flac(tmp_path / "a.flac")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(PlanError, match=r"(ends|is broken) after [012]\.\d s"):
+        read_audio(path, 16000)
+    path = write_flac(tmp_path / "a.mka", "pcm_s16le")
+    assert read_audio(path, 16000).facts.endswith("3.0 s")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(PlanError, match=r"a.mka cannot be read as audio: it was cut off, and has \d+ of \d+ bytes"):
         read_audio(path, 16000)
 
 

@@ -20,6 +20,8 @@ from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.fifo import pipeline as fifo_pipeline
 from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
 from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
+from patchpar.stream.images import pipeline as images_pipeline
+from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
@@ -86,6 +88,25 @@ def test_accelerators_load_bfloat16(kind: Any, face_folder: Path, monkeypatch: p
     with pytest.raises(LaunchError):
         kind.from_pretrained(face_folder, devices=["cuda:0"], torch_dtype="float32")
     assert asked == ["bfloat16", None, "float32"]
+
+
+@pytest.mark.parametrize("kind", [StreamingPipeline, FifoStreamingPipeline, ImageStreamingPipeline])
+def test_several_tasks_of_slurm_do_not_each_start_all_workers(
+    kind: Any, face_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that names a device of its own does: as the control shows, which gets as far as to its workers."""
+
+    def start(*given: Any, **named: Any) -> None:
+        raise LaunchError("begun")
+
+    monkeypatch.setattr(ModelLoading, "start", start)
+    monkeypatch.setattr(images_pipeline, "start_ranks", start)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(PlanError, match="task 1 of 4 that srun has started"):
+        kind.from_pretrained(face_folder, devices="cpu:2")
+    with pytest.raises(LaunchError, match="begun"):
+        kind.from_pretrained(face_folder, devices="cpu")
 
 
 def test_it_can_be_cancelled_and_begun_again(spread: FifoStreamingPipeline) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import OutputBlock
-from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.journal import JournalHeader, StreamJournal, as_update, as_words
-from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
-from patchpar.stream.recording import StreamRecording
+from patchpar.stream.events import Parameter, Prompt, Reference
+from patchpar.stream.journal import LIMIT, JournalHeader, StreamJournal, as_update, as_words
+from patchpar.stream.messages import BeginBlock, LostStage, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
+from patchpar.stream.recording import RecordedAudio, StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SPEECH
 from tests.stream.tiny import STREAM, write_folder
@@ -155,6 +156,39 @@ def test_every_change_survives(update: Any) -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize(
+    ("update", "name"),
+    [
+        (Prompt(text=noise(1, 2, 3)), "text"),
+        (ReferenceUpdate(image=FACE), "image"),
+        (Reference(latents=noise(1, 4, 1, 2, 2)), "latents"),
+        (Reference(latents=noise(1, 4, 1, 2, 2)), "video"),
+    ],
+)
+def test_what_has_to_be_a_tensor_is_one(update: Any, name: str) -> None:
+    """None only where a change may have none."""
+    for value in ("a", None)[: 1 + (name != "video")]:
+        with pytest.raises(PlanError, match=f"{name}={value!r}: it must be a tensor"):
+            as_update({**as_words(update), name: value})
+
+
+def test_a_recording_fits_a_model_of_its_shapes(tmp_path: Path) -> None:
+    StreamJournal(tmp_path / "a.jsonl", origin()).note(*arrived(0, COURSE, 0, ReferenceUpdate(image=FACE)))
+    recording = StreamRecording.read(tmp_path / "a.jsonl")
+    (block,) = recording.blocks
+    recording.check_fits((4, 6), (1, 2, 3, 4))
+    small = (ReferenceUpdate(image=FACE[:4]),)
+    for changed, heard, message in (
+        (block, None, "audio of another shape"),
+        (block, (1, 2, 3, 5), "audio of another shape"),
+        (replace(block, audio=None), (1, 2, 3, 4), "has no audio samples"),
+        (replace(block, audio=torch.zeros(2, 200)), (1, 2, 3, 4), "has no audio samples"),
+        (replace(block, updates=small), (1, 2, 3, 4), r"a reference of \(4, 12, 3\), but the stream takes \(8, 12, 3"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            replace(recording, blocks=(changed,)).check_fits((4, 6), heard)
+
+
 def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     """A worker died before block 4: the recording has two courses, and the second begins with what held then."""
     path, ranks = tmp_path / "a.jsonl", Ranks((0, 4))
@@ -163,6 +197,7 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     ) as stream:
         before = list(stream)
     recording = StreamRecording.read(path)
+    assert all(map(recording.is_as_it_was, before))
     first, second = recording.runs(2)
     assert (first, second) == tuple(replace(run, keep=0) for run in ranks.runs)
     again = Ranks()
@@ -174,6 +209,34 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     wishes = [[(b, [type(w) for w in o.updates]) for b, o in one.begun if o.updates] for one in (ranks, again)]
     assert wishes[1] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
     assert wishes[0] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
+
+
+def test_a_block_is_read_as_it_was_noted(tmp_path: Path) -> None:
+    """But audio beyond the limits of its 16 bits, which is played at these."""
+    path, lost = tmp_path / "a.jsonl", (LostStage(block=0, start=1, stop=2, decodes=True, refills=False),)
+    output, frames = arrived(0)
+    output = replace(output, samples=torch.tensor([2.0, -2.0, 0.5]), produced=replace(output.produced, lost=lost))
+    StreamJournal(path, origin()).note(output, frames)
+    (block,) = StreamRecording.read(path).blocks
+    assert block.lost == lost
+    heard, samples = RecordedAudio((block,)).take(0)
+    assert torch.equal(heard, output.begun.inputs[0])
+    assert samples[:2].tolist() == [1.0, -1.0]
+    assert samples[2] == pytest.approx(0.5, abs=1 / 32767)
+
+
+def test_a_recording_may_be_as_long_as_its_limit(tmp_path: Path) -> None:
+    """And no byte longer."""
+
+    def blocks(limit: int) -> int:
+        journal = StreamJournal(tmp_path / "a.jsonl", origin(), limit=limit)
+        for block in range(3):
+            journal.note(*arrived(block))
+        return journal.blocks
+
+    blocks(10**6)
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert (blocks(size), blocks(size - 1)) == (3, 2)
 
 
 def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -211,21 +274,33 @@ def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, capl
     assert json.loads(path.read_text())["options"] == {"torch_dtype": "bfloat16", "variant": "fp16"}
     assert "does not store the options token, trust_remote_code, vae" in caplog.text
     assert "hf_secret" not in path.read_text() + caplog.text
+    caplog.clear()
+    StreamJournal(path, with_options(dtype="float16")).close()
+    assert json.loads(path.read_text())["options"] == {"torch_dtype": "float16"}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("options", [{"torch_dtype": "load"}, {"torch_dtype": 3}, {"variant": "../x"}])
 def test_a_dtype_or_variant_that_is_none_is_written_nowhere(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match=next(iter(options))):
+    with pytest.raises(PlanError, match=f"record=.*{next(iter(options))}"):
         StreamJournal(tmp_path / "a.jsonl", with_options(**options))
     assert not (tmp_path / "a.jsonl").exists()
 
 
 def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
-    """Also where a file of that name was there before."""
-    (tmp_path / "old.jsonl").touch(mode=0o644)
+    """Also where a longer file of that name was there before, but for a pipe: devices are for all."""
+    (tmp_path / "old.jsonl").write_text("old\n" * 1000)
+    (tmp_path / "old.jsonl").chmod(0o644)
     for name in ("new.jsonl", "old.jsonl"):
         StreamJournal(tmp_path / name, origin()).close()
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+        assert len((tmp_path / name).read_text().splitlines()) == 1
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "pipe").chmod(0o620)
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    StreamJournal(tmp_path / "pipe", origin()).close()
+    os.close(reader)
+    assert stat.S_IMODE((tmp_path / "pipe").stat().st_mode) == 0o620
 
 
 @pytest.mark.parametrize(
@@ -259,6 +334,10 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
     [
         ("", "its first line is no header"),
         ("[]\n", "its first line is no header"),
+        (json.dumps({**ORIGIN, "model": 3}) + "\n", "model=3: it must be a text"),
+        (json.dumps({**ORIGIN, "seed": 2**64}) + "\n", "seed=18446744073709551616: it must be"),
+        (json.dumps({**ORIGIN, "size": [2**40, 6]}) + "\n", "rows=1099511627776: it must be"),
+        (json.dumps({**ORIGIN, "versions": {"torch": "\x1b[2J"}}) + "\n", "must be package names with their versions"),
         ('{"format": 9}\n', "has format 9, and this patchpar reads format 1"),
         ('{"format": 1}\n', "line 1: the header is invalid"),
         (json.dumps(ORIGIN) + "\n", "has no block"),
@@ -266,6 +345,12 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
         (json.dumps(ORIGIN) + '\n{"block": 1, "epoch": 0, "frames": ""}\n', "a line is missing"),
         (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "updates": [{"kind": "x"}]}\n', "line 2 is no"),
         (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "colour": 1}\n', "line 2 is no"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": ""}\n', "has no block"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": 3}\n', "frames=3: it must be"),
+        (
+            json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "adapt_sink": 1}\n',
+            "adapt_sink=1: it must be",
+        ),
     ],
 )
 def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
@@ -274,3 +359,6 @@ def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
         StreamRecording.read(tmp_path / "a.jsonl")
     with pytest.raises(PlanError, match="cannot be read as the recording"):
         StreamRecording.read(tmp_path)
+    os.truncate(tmp_path / "a.jsonl", LIMIT + 1)
+    with pytest.raises(PlanError, match=f"more than {LIMIT} bytes"):
+        StreamRecording.read(tmp_path / "a.jsonl")

@@ -23,7 +23,7 @@ from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.driver import OutputBlock, StreamLimits
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -36,6 +36,7 @@ from patchpar.stream.messages import (
     ReferenceUpdate,
     StreamRun,
 )
+from patchpar.stream.realtime_clock import RealtimeClock
 from patchpar.stream.session import StreamSession
 from tests.stream.tiny import AUDIO, FRAMES, sink
 from tests.tensors import elsewhere, noise
@@ -350,6 +351,27 @@ def test_speakers_stay_where_they_are_under_another_reference() -> None:
     assert update.masks is masks
 
 
+def test_no_frame_is_held_while_the_ranks_are_well() -> None:
+    """One that is held has no audio, which was heard."""
+    with session(Ranks(), blocks=None, hold=0.001, track=whole(noise(2000))).begin() as stream:
+        assert next(stream).audio is not None
+        assert stream._on_timeout() is None
+        stream._driver.status = "degraded"
+        held = stream._on_timeout()
+        assert held is not None
+        assert (held.is_held, held.audio) == (True, None)
+
+
+def test_a_new_decoder_s_first_frame_is_shown_twice() -> None:
+    """It gives one for its first latent frame, in the place of two."""
+    stream, frames = session(Ranks()), torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 8, 12, 3)
+    produced, begun = ProducedBlock(block=2, frames=frames, seconds=0.1, sink=None), BeginBlock(inputs=(), updates=())
+    stream._deliver(OutputBlock(produced=produced, begun=begun, samples=None, run=COURSE, epoch=1))
+    chunk = stream._outputs.take()
+    assert chunk.frames[:, 0, 0, 0].tolist() == [0, 0, 1, 2]
+    assert (chunk.block, chunk.epoch, chunk.latency, chunk.pts) == (2, 1, 0.1, 7 / 20)
+
+
 def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
     """Not before, and not without being asked for."""
     ranks, again = Ranks((0, 2)), threading.Event()
@@ -545,9 +567,10 @@ def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None
     assert decades is not None
     assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
     assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
-    for seconds in (0, -1, float("nan"), 1e10, float("inf")):
+    assert FORMAT.blocks(torch.tensor(1.0)) == FORMAT.blocks(1)  # type: ignore[arg-type]
+    for seconds in (0, -1, float("nan"), 1e10, float("inf"), True, "3", [3]):
         with pytest.raises(PlanError, match="above 0, and at most 1e"):
-            FORMAT.blocks(seconds)
+            FORMAT.blocks(seconds)  # type: ignore[arg-type]
 
 
 def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -772,6 +795,26 @@ def test_a_slow_consumer_is_warned_and_a_pause_is_no_outage(caplog: pytest.LogCa
         assert stream.behind > 0.5
         (record,) = caplog.records
     assert "s late; those after it follow at 1.1 times their speed" in record.getMessage()
+
+
+@pytest.mark.parametrize(("output", "warns"), [("block", True), ("skip_to_live", False)])
+def test_who_drops_chunks_is_not_told_that_they_come_late(
+    output: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock hears of what was dropped, and goes on live at once."""
+
+    class Late(RealtimeClock):
+        dropped, behind = 0, 0.0  # type: ignore[assignment]
+
+        def due(self, pts: float, now: float, dropped: int) -> float:
+            self.dropped, self.behind = dropped, 9.0  # type: ignore[misc]
+            return now
+
+    with session(Ranks(), blocks=4, pace="realtime", output=output).begin() as stream:
+        stream._clock, stream._outputs.dropped = Late(), 3
+        next(stream)
+        assert stream._clock.dropped >= 3
+    assert bool(caplog.records) == warns
 
 
 def test_a_stream_may_go_on_while_it_is_decided_when_a_chunk_is_due() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import struct
 import threading
 import time
@@ -28,7 +30,8 @@ from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import FrameSources, VideoSource, frames_from
+from patchpar.stream.video_source import FrameSources, LiveVideo, VideoSource, frames_from
+from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_live_inputs import until
 from tests.stream.test_session import COURSE, FORMAT, Ranks
@@ -37,6 +40,7 @@ from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, speech, stream, vae
 HEIGHT, WIDTH, PER_LATENT = 2 * ROWS, 2 * COLUMNS, 2
 BLOCKS = 4
 COUNT = 1 + PER_LATENT * (BLOCKS * FRAMES - 1)
+FINE = {"qmin": "1", "qmax": "1"}
 
 
 def images(seed: int = 0) -> Tensor:
@@ -144,16 +148,17 @@ def test_a_level_scales_the_steps() -> None:
     schedule = FlowSchedule(sigmas=(1.0, 0.5, 0.0), sampler="renoise")
     assert schedule.begun_at(0.6).sigmas == (0.6, 0.3, 0.0)
     assert schedule.begun_at(None) is schedule
-    for wrong in (0.0, 1.1, -1.0):
-        with pytest.raises(PlanError, match=f"strength={wrong}: it must be above 0, and at most 1"):
+    wrong: Any
+    for wrong in (0.0, 1.1, -1.0, True, "half"):
+        with pytest.raises(PlanError, match=f"strength={wrong!r}: it must be above 0, and at most 1"):
             schedule.begun_at(wrong)
 
 
-def write_video(path: Path, fps: int, count: int, **form: str) -> Path:
+def write_video(path: Path, fps: int, count: int, codec: str = "libx264", options: Any = None, **form: str) -> Path:
     """Frame n has brightness 10 n."""
     with av.open(str(path), "w", **form) as container:
-        track: Any = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "1"})
-        track.width, track.height, track.pix_fmt = 64, 48, "yuv420p"
+        track: Any = container.add_stream(codec, rate=Fraction(fps), options=options or {"crf": "1"})
+        track.width, track.height, track.pix_fmt = 64, 48, "yuvj420p" if codec == "mjpeg" else "yuv420p"
         for number in range(count):
             frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 10 * number, np.uint8), format="rgb24")
             container.mux(track.encode(frame))
@@ -191,6 +196,49 @@ def test_a_file_without_times_is_shown_at_its_rate(tmp_path: Path) -> None:
     assert shades(path, 10) == list(range(8))
     assert shades(path, 5) == [0, 2, 4, 6]
     assert ImageFrames.of(path, None).fps == 10
+
+
+@pytest.mark.parametrize(("codec", "options"), [("libx264", None), ("mpeg4", {"bf": "2", **FINE}), ("mjpeg", FINE)])
+def test_frames_of_avi_are_shown_in_their_order(codec: str, options: dict[str, str], tmp_path: Path) -> None:
+    """AVI has no times of frames that are decoded out of their order, as with B-frames, and FFmpeg invents some."""
+    path = write_video(tmp_path / "a.avi", fps=10, count=8, codec=codec, options=options)
+    assert shades(path, 10) == list(range(8))
+    assert shades(path, 5) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "size_at", "unknown"), [("mkv", 44, b"\x01" + 7 * b"\xff"), ("avi", 4, 4 * b"\xff")]
+)
+def test_a_file_that_was_cut_off_is_refused(suffix: str, size_at: int, unknown: bytes, tmp_path: Path) -> None:
+    """FFmpeg reads what is left as if it were all. The controls: the whole file, and one that states no length."""
+    path = write_video(tmp_path / f"a.{suffix}", fps=10, count=8)
+    data = path.read_bytes()
+    assert len(shades(path, 10)) == len(shades(io.BytesIO(data), 10)) == 8
+    cut = data[: len(data) - 100]
+    path.write_bytes(cut)
+    with av.open(str(path)) as container:
+        assert list(container.decode(video=0)), "no error"
+    for video in (path, io.BytesIO(cut)):
+        with pytest.raises(
+            PlanError, match=rf"cannot be read: it was cut off, and has {len(cut)} of {len(data)} bytes"
+        ):
+            next(frames_from(video, 10, HEIGHT, WIDTH))
+    with pytest.raises(PlanError, match=r"it was cut off"):
+        ImageFrames.of(path, None)
+    path.write_bytes(cut[:size_at] + unknown + cut[size_at + len(unknown) :])
+    assert shades(path, 10)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_ends_with_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.mkv"
+    writer = VideoWriter(str(path), VideoFormat(fps=10, height=64, width=64, container="matroska"))
+    writer.add(torch.randint(0, 256, (50, 64, 64, 3), dtype=torch.uint8), 0.0)
+    writer.close()
+    frames = frames_from(path, 10, HEIGHT, WIDTH)
+    next(frames)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(PlanError, match="it was cut off"):
+        list(frames)
 
 
 def test_the_last_frame_of_a_file_is_shown_as_long_as_it_says(tmp_path: Path) -> None:
@@ -244,18 +292,36 @@ def quarter_turn(path: Path) -> Path:
 
 
 def test_the_last_block_is_filled_up() -> None:
-    def seven() -> Iterator[Tensor]:
-        for number in range(7):
+    def six() -> Iterator[Tensor]:
+        for number in range(6):
             yield torch.full((2, 2, 3), number, dtype=torch.uint8)
 
-    source = VideoSource(seven(), frames_of)
+    source = VideoSource(six(), frames_of)
     source.begin(lambda: None)
     until(lambda: source.is_here(0))
     assert [int(frame[0, 0, 0]) for frame in source.take(0)] == [0, 1, 2]
     assert not source.is_over(1)
     until(lambda: source.is_here(1))
-    assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 6]
+    assert [int(frame[0, 0, 0]) for frame in source.take(1)] == [3, 4, 5, 5]
     until(lambda: source.is_over(2))
+
+
+def test_a_video_whose_end_is_noticed_between_two_questions_has_no_empty_block() -> None:
+    """Its thread may find the end after a block was found not to be the last, and before its frames are asked for."""
+    read_on = threading.Event()
+
+    def three() -> Iterator[Tensor]:
+        yield from torch.zeros(3, 2, 2, 3, dtype=torch.uint8)
+        assert read_on.wait(10)
+
+    source, ended = VideoSource(three(), frames_of), threading.Event()
+    source.begin(lambda: ended.set() if source.is_over(1) else None)
+    until(lambda: source.is_here(0))
+    source.take(0)
+    assert not source.is_over(1)
+    read_on.set()
+    assert ended.wait(10), "the driver looks again"
+    assert not source.is_here(1), "no block begins"
 
 
 def test_a_video_is_read_two_blocks_ahead_and_no_further() -> None:
@@ -296,6 +362,65 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
             next(stream)
     assert taken == [block for block, _ in ranks.begun] == [0, 1, 2]
     assert stream.status == "failed"
+
+
+def test_a_block_begins_when_its_frames_have_come() -> None:
+    """Not at the next frame, nor at the end of the video: a camera is as slow as time."""
+    ranks, taken, were_taken = Ranks(), threading.Event(), list[bool]()
+
+    def slow() -> Iterator[Tensor]:
+        frame = torch.zeros(FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+        yield frame
+        assert ranks.idle.wait(10)
+        yield from [frame] * (FORMAT.frames_of(0) - 1)
+        were_taken.append(taken.wait(10))
+
+    frames = FrameSources(video=VideoSource(slow(), FORMAT.frames_of))
+    with StreamSession(ranks.run, (COURSE,), StreamLimits(credit=3), FORMAT, StreamDelivery(), None, frames) as stream:
+        next(stream.begin())
+        taken.set()
+        assert list(stream) == []
+    assert were_taken == [True]
+
+
+def test_a_block_waits_for_the_frames_of_its_video_and_of_its_poses() -> None:
+    def source(count: int) -> VideoSource:
+        found = VideoSource(iter(torch.zeros(count, 2, 2, 3, dtype=torch.uint8)), frames_of)
+        found._waiting.extend(found._frames)
+        return found
+
+    whole, half = source(3), source(2)
+    assert FrameSources(video=whole, pose=whole).is_here(0)
+    for frames in (FrameSources(video=half, pose=whole), FrameSources(video=whole, pose=half)):
+        assert not frames.is_here(0)
+        assert frames.read_ahead == [frames.video, frames.pose]
+
+
+def test_a_stream_that_is_over_takes_no_frame() -> None:
+    frames = FrameSources(video=LiveVideo(FORMAT.frames_of))
+    stream = StreamSession(Ranks().run, (COURSE,), StreamLimits(credit=1), FORMAT, StreamDelivery(), None, frames)
+    image = torch.zeros(FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
+    with stream.begin():
+        stream.push_frame(image)
+    with pytest.raises(PlanError, match="this stream is cancelled"):
+        stream.push_frame(image)
+
+
+def test_frames_before_an_error_are_taken() -> None:
+    """Also where the error comes between two blocks: the stream does not end as if the video did."""
+
+    def seven() -> Iterator[Tensor]:
+        yield from torch.zeros(7, 2, 2, 3, dtype=torch.uint8)
+        raise ValueError("the camera is gone")
+
+    source, failed = VideoSource(seven(), frames_of), threading.Event()
+    source.begin(lambda: failed.set() if source._error is not None else None)
+    assert failed.wait(10)
+    assert [len(source.take(block)) for block in (0, 1)] == [3, 4]
+    assert not source.is_over(2)
+    assert source.is_here(2)
+    with pytest.raises(ValueError, match="the camera is gone"):
+        source.take(2)
 
 
 def test_a_video_that_stalls_holds_up_neither_chunks_nor_the_end() -> None:

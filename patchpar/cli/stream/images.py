@@ -113,9 +113,8 @@ def _run(
     parts = _parts(results, fps, note)
     ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, print_line, fps)
     ranks.has_signal = bool(ending.code)
-    written = [] if request.output is None else [request.output]
     return StreamReport(
-        plan=repr(pipe), ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written
+        plan=repr(pipe), ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=screens.saved
     )
 
 

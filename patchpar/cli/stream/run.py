@@ -199,22 +199,14 @@ class StreamReport:
     def write(self, as_json: bool, **more: Any) -> None:
         """Print the report on stdout. `more`: further fields of the JSON."""
         if as_json:
-            print_json({**self._as_dict(), **more})
+            facts = {"plan": self.plan, **self.meter.as_dict(), "seconds": self.ending.seconds, "dropped": self.dropped}
+            print_json({**facts, "outputs": [str(path) for path in self.outputs], **more})
             return
         typer.echo(self.plan)
         lost = f", {self.dropped} dropped" if self.dropped else ""
         typer.echo(f"{self.meter}; {self.ending.seconds:.1f} s{lost}")
         for path in self.outputs:
             typer.echo(f"saved {path}")
-
-    def _as_dict(self) -> dict[str, Any]:
-        return {
-            "plan": self.plan,
-            **self.meter.as_dict(),
-            "seconds": self.ending.seconds,
-            "dropped": self.dropped,
-            "outputs": [str(path) for path in self.outputs],
-        }
 
     def finish(self, *, is_endless: bool) -> None:
         """Raise the error of the stream, or Exit after a signal; ctrl-C is a normal end if the stream is endless.
@@ -263,6 +255,11 @@ class FrameOutputs:
         return replace(self, videos=(stack.enter_context(video),))
 
     @property
+    def saved(self) -> list[Path]:
+        """The path of the file, unless its disk is full."""
+        return [video.path for video in self.videos if video.full is None]
+
+    @property
     def all(self) -> list[FrameOutput]:
         """All outputs. Each gets every frame."""
         return [*self.live, *self.videos]
@@ -288,9 +285,8 @@ def _live(
     if request.mjpeg is not None:
         screens.append(stack.enter_context(closing(ImageScreen(host, request.mjpeg, fps))))
     if request.ws is not None:
-        screens.append(
-            stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate, inputs, webrtc=request.webrtc)))
-        )
+        video = VideoScreen(host, request.ws, fps, rate, inputs, webrtc=request.webrtc)
+        screens.append(stack.enter_context(closing(video)))
     for screen in screens:
         screen.open()
         typer.echo(f"watch at {screen.page.url}", err=True)

@@ -107,7 +107,11 @@ def _run(
     with removed_after_error(request.record):  # without a block there is nothing to replay
         ending = show_all(parts_of(session, session, note), session, screens.all, meter, print_line, fps)
     ranks.has_signal = bool(ending.code)
-    written = [path for path in (request.output, request.record) if path is not None]
+    written = screens.saved
+    if session.record_error is not None:
+        ending = replace(ending, error=ending.error or session.record_error)
+    elif request.record is not None:
+        written.append(request.record)
     return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
