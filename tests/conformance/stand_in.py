@@ -44,14 +44,14 @@ class RankGroup:
 
     def all_gather_single(self, out: Tensor, own: Tensor, options: Any) -> SimulatedWork:
         """See torch's ProcessGroup."""
-        assert options.asyncOp
+        assert getattr(options, "asyncOp", True)  # torch 2.6 does not have it
         return self.stand_in.all_gather(self, out, own)
 
     def all_to_all_single(
         self, out: Tensor, own: Tensor, received: Sequence[int], sent: Sequence[int], options: Any
     ) -> SimulatedWork:
         """See torch's ProcessGroup."""
-        assert options.asyncOp
+        assert getattr(options, "asyncOp", True)  # torch 2.6 does not have it
         return self.stand_in.all_to_all(self, out, own, received, sent)
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> SimulatedWork:

@@ -71,6 +71,17 @@ def test_old_gpus_are_not_tried(current: list[str], monkeypatch: pytest.MonkeyPa
     assert current == []
 
 
+@pytest.mark.parametrize(("version", "runs"), [((3, 2), False), ((3, 3), True), (None, True)], ids=str)
+def test_triton_has_to_know_tuples(
+    current: list[str], monkeypatch: pytest.MonkeyPatch, version: tuple[int, int] | None, runs: bool
+) -> None:
+    """Programs have tuples among their arguments. None: a build under another name, which is tried."""
+    monkeypatch.setattr(Program, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(triton_check, "triton_version", lambda: version)
+    assert runs_kernels(0, torch.float16) == runs
+    assert ("Triton 3.2 is installed" in why_no_kernels(0)) != runs
+
+
 def test_the_program_writes_ones(interpreted: Callable[..., Any]) -> None:
     assert interpreted(_tried).tolist() == [1.0] * BLOCK
 

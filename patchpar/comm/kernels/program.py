@@ -16,8 +16,8 @@ from torch import Tensor
 
 KERNELS_KEPT = 4096  # of arguments that differ in a type, an alignment or a number
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for pointers that are multiples of it, and one for others
-PASSES_CONSTANTS = (3, 3)
-"""Triton from which compiled kernels take the constants of their programs too, in the order of parameters."""
+LEAST_TRITON = (3, 3)
+"""Triton from which programs take tuples, and compiled kernels the constants of their programs, in their order."""
 
 
 class Program:
@@ -90,10 +90,15 @@ def facts_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
 @cache
 def runs_compiled() -> bool:
     """Whether compiled kernels are launched by themselves: those of NVIDIA, compiled for these facts of tensors."""
-    if torch.version.hip is not None:
-        return False
+    found = triton_version()
+    return torch.version.hip is None and found is not None and found >= LEAST_TRITON
+
+
+@cache
+def triton_version() -> tuple[int, int] | None:
+    """Return the major and minor version of Triton; None where it is missing, or a build under another name."""
     try:
         numbers = version("triton").split(".")
-    except PackageNotFoundError:  # a build under another name
-        return False
-    return (int(numbers[0]), int(numbers[1])) >= PASSES_CONSTANTS
+    except PackageNotFoundError:
+        return None
+    return int(numbers[0]), int(numbers[1])

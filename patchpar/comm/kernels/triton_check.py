@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import LEAST_TRITON, Program, triton_version
 from patchpar.launch.accelerators import CUDA, cuda_capability, current_device, device_count
 
 LEAST_CAPABILITY, OF_BFLOAT16 = (7, 0), (8, 0)
@@ -54,6 +54,12 @@ def why_no_kernels(index: int) -> str:
     """Return why Triton's kernels do not run on the GPU `index` of this process; empty if one has been launched."""
     if not has_triton():
         return "Triton is not installed"
+    found = triton_version()
+    if found is not None and found < LEAST_TRITON:
+        return (
+            f"Triton {found[0]}.{found[1]} is installed, whose programs take no tuples: use {LEAST_TRITON[0]}."
+            f"{LEAST_TRITON[1]} or newer, which comes with torch 2.7 and newer"
+        )
     device = torch.device(CUDA, index)
     capability = cuda_capability(device)
     if capability is not None and capability < LEAST_CAPABILITY:
