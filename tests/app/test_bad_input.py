@@ -208,7 +208,7 @@ def test_models_and_memory_are_looked_at_before_the_page_is_there(
     with pytest.raises(PlanError, match=r"has no model_index\.json"):
         AppConfig(model=str(tmp_path), devices=devices).check()
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
-    with pytest.raises(PlanError, match=r"2 CPU ranks need about .* GiB are free: use a smaller dtype"):
+    with pytest.raises(PlanError, match=r"2 CPU ranks need about .* MiB are free: use a smaller dtype"):
         AppConfig(devices=devices).check()
 
 

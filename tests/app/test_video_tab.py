@@ -150,7 +150,7 @@ def test_what_is_open_need_not_fit_a_second_time(tmp_path: Path, monkeypatch: py
     assert workers.video_pipeline(str(tmp_path), preset_or_plan("cfg=2", 2)) is pipe
     pipe.close = lambda: None
     workers.close()
-    with pytest.raises(PlanError, match="GiB are free"):
+    with pytest.raises(PlanError, match="only 0 B are free"):
         workers.video_setup(str(tmp_path))
 
 

@@ -201,7 +201,7 @@ def test_not_enough_memory(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     result = run("generate", PROMPT, "--devices", "cpu:2", "-o", tmp_path / "x.png")
     assert result.exit_code == 2, result.output
-    assert "GiB" in result.stderr
+    assert "MiB are free" in result.stderr
 
 
 @pytest.mark.breadth

@@ -64,8 +64,8 @@ def test_the_terms_add_up_and_are_named() -> None:
     assert found.terms.weights == weights
     assert found.ranks[0] == found.terms.total == weights.total + found.terms.decode + found.kept
     assert 2 * GIB < found.kept < 3 * GIB
-    text = "2.0 weights + 4.0 its part of the blocks + 2.0 resident blocks + 2.0 slots + 4.6 activations "
-    assert str(found.terms).startswith(f"{text}(encoding 1.0, denoising 2.0, VAE 4.6) + 2.")
+    text = "2.0 GiB weights + 4.0 GiB its part of the blocks + 2.0 GiB resident blocks + 2.0 GiB slots + 4.6 GiB "
+    assert str(found.terms).startswith(f"{text}activations (encoding 1.0 GiB, denoising 2.0 GiB, VAE 4.6 GiB) + 2.")
     assert str(found.terms).endswith(" keys and values")
     assert "not known" in str(memory_of(plan, {"transformer": network}).terms)
 
@@ -118,7 +118,7 @@ def test_a_refusal_says_that_no_plan_fits(flux: str, monkeypatch: pytest.MonkeyP
     with pytest.raises(PlanError, match="no plan for these devices has room for them: use more devices") as caught:
         refuse_without_memory(CPU, whole, flux, {}, Plan(patch=2))
     assert re.search(
-        r"plan patch=2\S* takes \S+ [KM]iB on a device \(\S+ weights \+ \S+ activations", str(caught.value)
+        r"plan patch=2\S* takes \S+ [KM]iB on a device \(\S+ \S+ weights \+ \S+ \S+ activations", str(caught.value)
     )
     assert "beside the context of this process" in str(caught.value)
 

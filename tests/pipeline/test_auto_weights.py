@@ -107,7 +107,9 @@ def test_advice_is_for_the_devices_of_the_plan() -> None:
 
 def test_a_refusal_has_the_formula_of_both_plans() -> None:
     text = advice(Plan(patch=2), MODEL, free(21.5, 0))
-    assert text.startswith("plan patch=2,strategy=exact takes 34.2 GiB on a device (32.2 weights + 2.0 activations (")
+    assert text.startswith(
+        "plan patch=2,strategy=exact takes 34.2 GiB on a device (32.2 GiB weights + 2.0 GiB activations ("
+    )
     assert re.search(r"use plan='patch=2,weights=sharded\S*', which takes .*its part of the blocks \+ .*slots", text)
 
 
@@ -115,7 +117,7 @@ def test_an_image_that_does_not_fit_beside_the_weights_is_said() -> None:
     large = replace(MODEL, call=CallMemory(denoise=9 * GIB, decode=GIB))
     text = shortage(Plan(patch=2), large, FreeMemory(device=40 * GIB, host=0))
     assert "does not fit beside the weights: 40.0 GiB of a device" in text
-    assert "(32.2 weights + 9.0 activations (encoding 0.0, denoising 9.0, VAE 0.6))" in text
+    assert "(32.2 GiB weights + 9.0 GiB activations (encoding 0 B, denoising 9.0 GiB, VAE 588.8 MiB))" in text
     assert "use plan='patch=2,weights=sharded" in text
     assert text.endswith("or generate smaller images")
     assert not shortage(Plan(patch=2), large, FreeMemory(device=42 * GIB, host=0))

@@ -213,7 +213,7 @@ def test_a_variant_that_is_not_named() -> None:
 def test_not_enough_memory(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(file.stat().st_size for file in sdxl_folder.rglob("*.safetensors"))
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: int(2.5 * weights))
-    with pytest.raises(PlanError, match=says("3 CPU ranks need about", "GiB are free", "at most 2", "smaller dtype")):
+    with pytest.raises(PlanError, match=says("3 CPU ranks need about", "MiB are free", "at most 2", "smaller dtype")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:3")
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: weights // 2)
     with pytest.raises(PlanError, match=says("1 CPU rank needs", "use a smaller dtype")):

@@ -145,10 +145,11 @@ def test_a_call_of_a_stage_ends_when_all_is_sent() -> None:
         return sent[-1]
 
     axis = SimpleNamespace(rank=1, ranks=(0, 1, 2), after=None)
-    stage = StagePass((SimpleNamespace(send=send), axis), Mock(), Mock(), alone=False)  # type: ignore[arg-type]
+    layouts = {(): Mock()}
+    stage = StagePass((SimpleNamespace(send=send), axis), layouts, Mock(), alone=False)  # type: ignore[arg-type]
     to_next = Mock()
     stage.sent.append(to_next)
-    stage.finish("output", Mock())
+    stage.finish("output")
     for each in (to_next, *sent):
         each.wait.assert_called_once()
     assert len(sent) == 1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-GIB = 2**30
+from patchpar.plan.byte_sizes import readable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class MemoryTerms:
         return self.weights.total + max(self.encode, self.denoise, self.decode) + self.kept
 
     def __str__(self) -> str:
-        """Return the sum in GiB, term by term, for refusals."""
+        """Return the sum, term by term, for refusals."""
         weights = self.weights
         named = [
             (weights.whole, "weights"),
@@ -57,15 +57,15 @@ class MemoryTerms:
             (weights.resident, "resident blocks"),
             (weights.slots, "slots"),
         ]
-        texts = [f"{size / GIB:.1f} {what}" for size, what in named if size]
+        texts = [f"{readable_bytes(size)} {what}" for size, what in named if size]
         phases = (self.encode, self.denoise, self.decode)
         if any(phases):
             each = ", ".join(
-                f"{what} {size / GIB:.1f}" for size, what in zip(phases, ("encoding", "denoising", "VAE"), strict=True)
+                f"{what} {readable_bytes(size)}" for size, what in zip(phases, ("encoding", "denoising", "VAE"), strict=True)
             )
-            texts.append(f"{max(phases) / GIB:.1f} activations ({each})")
+            texts.append(f"{readable_bytes(max(phases))} activations ({each})")
         else:
             texts.append("activations, which are not known here")
         if self.kept:
-            texts.append(f"{self.kept / GIB:.1f} keys and values")
+            texts.append(f"{readable_bytes(self.kept)} keys and values")
         return " + ".join(texts)
