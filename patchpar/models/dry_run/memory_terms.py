@@ -58,12 +58,10 @@ class MemoryTerms:
             (weights.slots, "slots"),
         ]
         texts = [f"{readable_bytes(size)} {what}" for size, what in named if size]
-        phases = (self.encode, self.denoise, self.decode)
-        if any(phases):
-            each = ", ".join(
-                f"{what} {readable_bytes(size)}" for size, what in zip(phases, ("encoding", "denoising", "VAE"), strict=True)
-            )
-            texts.append(f"{readable_bytes(max(phases))} activations ({each})")
+        phases = {"encoding": self.encode, "denoising": self.denoise, "VAE": self.decode}
+        if any(phases.values()):
+            each = ", ".join(f"{what} {readable_bytes(size)}" for what, size in phases.items())
+            texts.append(f"{readable_bytes(max(phases.values()))} activations ({each})")
         else:
             texts.append("activations, which are not known here")
         if self.kept:
