@@ -120,10 +120,9 @@ def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: S
 
 def _is_pending(entry: TapeEntry) -> bool:
     """Whether a rank waits, while decoding, for what was sent in the steps."""
-    number = (
-        entry.number if isinstance(entry, Wait) else entry.operation if isinstance(entry, Leave) else DECODE_NUMBERS
-    )
-    return number < DECODE_NUMBERS
+    if isinstance(entry, Leave):
+        return entry.operation < DECODE_NUMBERS
+    return isinstance(entry, Wait) and entry.number < DECODE_NUMBERS
 
 
 def _in_phases(steps: Mapping[str, int], decode: Mapping[str, int]) -> dict[str, int]:
