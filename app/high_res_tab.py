@@ -12,7 +12,7 @@ from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result,
 from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons
+from .job_tab import JobTab, buttons, connect_start
 from .limits import read_image
 from .loras import loras_of
 from .requests import MAX_SEED, MAX_STEPS, GenerateRequest
@@ -126,8 +126,9 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, lis
             figures = gr.HTML(elem_id="high-res-facts")
             pair = result_pair("Comparison", "high-res-pair", visible=False)
     filled = [image, pair, status, figures, prompted.start, again.start, cancel]
-    prompted.start.click(tab.generate, [owner, *prompted.components, *forms.loras], filled, show_progress="hidden")
-    again.start.click(tab.upscale, [owner, *again.components, *forms.loras], filled, show_progress="hidden")
+    inputs = [owner, *prompted.components, *forms.loras]
+    connect_start([prompted.start.click], tab.generate, inputs, filled, status)
+    connect_start([again.start.click], tab.upscale, [owner, *again.components, *forms.loras], filled, status)
     clears_error(status, HINT, [*prompted.components, *again.components, *forms.loras])
     cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
     return tab, filled

@@ -1,6 +1,6 @@
 """A tab whose button queues a job: its page follows the job, also after a reload."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar
 
 import gradio as gr
@@ -39,6 +39,17 @@ class JobTab:
     async def _resume(self, owner: str) -> AsyncIterator[Any]:
         async for update in self._updates(owner, self._state.job_queue.job_of(owner, self.kind)):
             yield update
+
+
+def connect_start(
+    triggers: Sequence[Any], handler: Callable[..., Any], inputs: list[Any], outputs: list[Any], status: gr.HTML
+) -> Any:
+    """These events run `handler`, which shows its state itself. Returns the dependency, for what follows it.
+
+    With each of its messages Gradio updates every component that it could show progress on, while the ranks compute:
+    `status` stands for all outputs.
+    """
+    return gr.on(triggers, handler, inputs, outputs, show_progress="hidden", show_progress_on=[status])
 
 
 def buttons(view: JobView | None) -> tuple[Any, Any]:

@@ -11,9 +11,10 @@ import gradio as gr
 from .blocks import Preview
 from .job_queue import Job, JobView
 
-BEGIN_SECONDS = 0.35
+BEGIN_SECONDS = 0.7
 """How long a page waits for its first update, for a job that need not wait: a short step has ended by then, whose ranks
-share their cores with this process and, on one machine, with the browser."""
+share their cores with this process and, on one machine, with the browser. An update before it takes about 60 ms of
+their time."""
 PREVIEW_SECONDS = 0.05
 """How long the number of a step waits for its preview, so that a page gets both in one update."""
 

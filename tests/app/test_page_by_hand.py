@@ -116,6 +116,22 @@ def test_a_page_that_opens_fills_few_components() -> None:
     assert len(of_all) > 60, "the control"
 
 
+def test_an_event_that_starts_images_shows_progress_on_its_status_alone() -> None:
+    """With each of its messages the browser updates all that it could show progress on."""
+    with closing(state_of()) as state:
+        page = build(state).get_config_file()
+    names = {each["id"]: each["props"].get("elem_id") for each in page["components"]}
+    shown = {
+        names.get(target): [names[each] for each in event["show_progress_on"] or event["outputs"]]
+        for event in page["dependencies"]
+        for target, _ in event["targets"]
+    }
+    for button in ("image-generate", "edit-run", "compare-run", "high-res-run", "upscale-run"):
+        (status,) = shown[button]
+        assert status.endswith("-status")
+    assert len(shown["image-cancel"]) != 1, "the control"
+
+
 def test_jobs_with_a_button_to_cancel_them_come_back_after_a_reload() -> None:
     """Otherwise a page would say that it has a job, which could be cancelled, and had no button that can be pressed."""
     workers = FakeWorkers(FakePipeline())
