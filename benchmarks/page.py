@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,6 +29,13 @@ def write_page(text: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     file.with_suffix(".json").write_text(json.dumps(contents(text), indent=1, ensure_ascii=False) + "\n")
+
+
+def priority() -> str:
+    """A sentence for the page, if this process and its ranks go before all others that the machine runs."""
+    policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
+    is_first = policy is not None and policy in (os.SCHED_FIFO, os.SCHED_RR)
+    return " Measured at the priority of real time, before all other processes of the machine." if is_first else ""
 
 
 def write_section(opening: str, heading: str, body: str, file: Path) -> None:

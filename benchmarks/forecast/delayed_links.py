@@ -2,6 +2,7 @@
 
     python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
     python -m benchmarks.forecast.delayed_links --strategy displaced --load 0.6 --latency 5
+    chrt -r 20 python -m benchmarks.forecast.delayed_links      # as root, on a machine that does other work, too
 
 Ranks run steps of a small UNet whose layers sleep, which takes no processor time, behind a transport that brings
 messages no earlier than a link would. What each rank computes between its exchanges is recorded on the bare link.
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.forecast.delayed_replay import RecordedRanks, RecordedTurn, bare_latency, replayed_step
-from benchmarks.page import contents, write_page
+from benchmarks.page import contents, priority, write_page
 from patchpar.launch.local import LocalExecutor
 from patchpar.pipeline.planner.forecast import steps_of_turn
 from patchpar.pipeline.planner.tune.timer import PREEMPTED
@@ -190,7 +191,7 @@ def lines(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         "recorded on the bare link, where messages arrive no earlier than by the latency and the rate of the row. "
         "`computes longer`: than on the bare link, since a processor is slower after a sleep; what no link explains. "
         "`with it`: replayed with what ranks compute on this link, so that the waits alone are predicted. Of three "
-        "rounds each row is the one with the median error."
+        f"rounds each row is the one with the median error.{priority()}"
     )
     yield ""
     yield f"{_within(rows, OFF_CELL)}. With what ranks compute on each link: {_within(rows, OFF_HERE_CELL)}."

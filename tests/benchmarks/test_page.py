@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.diagrams import __main__ as diagrams
-from benchmarks.page import main, publish_section, sections_of, write_page, write_section
+from benchmarks.page import main, priority, publish_section, sections_of, write_page, write_section
 
 OPENING = "# Things\n\nMeasured.\n"
 
@@ -52,6 +53,12 @@ def test_sections_are_written_as_they_are_measured(tmp_path: Path, capsys: pytes
     assert sections_of(file) == {"small": table("1")}
     publish_section(OPENING, "other", ["| size |"], None)
     assert sections_of(tmp_path / "nothing.md") == {}
+
+
+def test_a_page_says_that_its_ranks_went_before_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for policy, says in ((os.SCHED_RR, True), (os.SCHED_FIFO, True), (os.SCHED_OTHER, False)):
+        monkeypatch.setattr(os, "sched_getscheduler", {0: policy}.__getitem__)
+        assert ("real time" in priority()) is says
 
 
 def test_the_json_of_pages_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
