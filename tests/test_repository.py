@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import re
+from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -37,6 +39,17 @@ def test_a_form_asks_for_the_output_of_doctor(path: Path) -> None:
 def test_there_are_some() -> None:
     assert WORKFLOWS
     assert FORMS
+
+
+def test_badges_say_what_the_metadata_says() -> None:
+    package, readme = metadata("patchpar"), (REPOSITORY / "README.md").read_text()
+    badges = dict(re.findall(r"!\[(\w+) ([^]]+)\]\(https://img\.shields\.io/badge/", readme))
+    assert badges == {
+        "Python": f"{package['Requires-Python'].removeprefix('>=')}+",
+        "License": package["License-Expression"],
+    }
+    for name, value in re.findall(r"/badge/(\w+)-(\S+)-blue\)", readme):
+        assert unquote(value).replace("--", "-") == badges[name.title()]
 
 
 def test_the_citation_is_of_this_version() -> None:
