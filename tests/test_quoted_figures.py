@@ -270,3 +270,19 @@ def test_which_plan_fits_which_card() -> None:
         for cell in [name for name in row if name != "model"]:
             count, _, card = cell.partition(" x ")
             assert row[cell] == of_model[count][card]
+
+
+def test_how_often_the_predicted_plan_is_the_right_one() -> None:
+    """From the text of the measured page, and from its rows: by the loss of each setting and the plan chosen there."""
+    settings = written("ranking", "")
+    right = sum(float(row["loss"].rstrip("%")) <= 5 for row in settings)
+    of_two = sum(row["chosen"] == "`cfg=2`" for row in settings)
+    others = re.search(
+        r"Among the other plans alone the choice is right in (\d+)", (FIGURES / "ranking.md").read_text()
+    )
+    assert others
+    said = (
+        f"in {right} of {len(settings)} settings, in {of_two} of which it was `cfg=2`; "
+        f"among the other five plans in {others[1]} of {len(settings)} ("
+    )
+    assert said in (REPOSITORY / "docs" / "simulator.md").read_text()
