@@ -80,8 +80,9 @@ class Event(NamedTuple):
 def tape_of(recorded: RecordedRanks, rank: int, computing: float) -> Tape:
     """Return the program of one of two ranks, which computes for so many seconds in a turn."""
     own, found, now, turn = recorded.ranks[rank], list[TapeEntry](), 0.0, 0
+    turns = STEPS // recorded.steps
     for event in _events(recorded, rank, computing):
-        while event.at >= turn * computing:
+        while turn < turns and event.at >= turn * computing:
             found += [Kernel("compute", max(0.0, turn * computing - now)), Boundary(TURN, is_step=True)]
             now, turn = max(now, turn * computing), turn + 1
         found.append(Kernel("compute", max(0.0, event.at - now)))
@@ -93,7 +94,7 @@ def tape_of(recorded: RecordedRanks, rank: int, computing: float) -> Tape:
         elif num_bytes := int(own.messages[event.exchange].num_bytes):
             found.append(Send(event.number, (_bare(rank),), "", 0))
             found.append(Send(event.number, (1 - rank,), "", num_bytes))
-    return (*found, Kernel("compute", max(0.0, STEPS // recorded.steps * computing - now)))
+    return (*found, Kernel("compute", max(0.0, turns * computing - now)))
 
 
 def _events(recorded: RecordedRanks, rank: int, computing: float) -> list[Event]:

@@ -43,6 +43,14 @@ def test_a_stale_message_is_received_and_not_waited_for() -> None:
     assert seconds(too_slow, stale) == pytest.approx(2 * STEP)
 
 
+def test_a_message_that_is_sent_at_the_very_end_of_a_turn_does_not_begin_another_turn() -> None:
+    """Medians of times, and that of a whole turn, are of different turns: the last one may lie behind its end."""
+    message = TimedMessage(STEP + 1e-5, STEP / 2, BYTES, 1)
+    step = RecordedTurn(seconds=STEP, messages=(message,), waits=(RECEIVING,))
+    late = RecordedRanks.of(1, [(step, step)])
+    assert seconds(LinkModel(), late) == pytest.approx(STEP + RECEIVING, rel=1e-3)
+
+
 def test_each_round_pays_the_latency_once_and_ranks_that_differ_take_the_mean_of_both() -> None:
     """Three rounds in a step, needed at once, of ranks that compute g and h between two of them, on a latency of L.
 
