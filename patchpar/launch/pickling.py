@@ -15,7 +15,6 @@ part of a storage arrives as a separate tensor. torch, numpy, Pillow and cloudpi
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import io
 import pickle
@@ -35,19 +34,15 @@ if TYPE_CHECKING:
 INLINE_BYTES = 64 * 1024  # buffers up to this size stay in the pickle stream
 
 
-class BlockPickler(pickle.Pickler):
-    """Pickles with protocol 5; buffers of more than INLINE_BYTES go to the block."""
+class _Buffers:
+    """Large buffers of a pickle, written to the block. `spans` are (offset, length) of each, in bytes."""
 
-    def __init__(self, sink: io.BytesIO, writer: SharedBlockWriter) -> None:
-        super().__init__(sink, protocol=5, buffer_callback=self._take)
+    def __init__(self, writer: SharedBlockWriter) -> None:
         self.spans: list[tuple[int, int]] = []
         self._writer = writer
-        self._storages: dict[tuple[str, int], _Storage] = {}
-        self._alive: list[object] = []  # the keys above are addresses, so the storages must not be freed
         self._written: pickle.PickleBuffer | None = None
-        self._cloud: Any = None  # cloudpickle's pickler, for code
 
-    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
         """Write a large buffer to the block; return whether it stays in the stream instead."""
         if self._written is not None:
             self._written.release()  # else host copies of all GPU weights would accumulate until the end
@@ -58,6 +53,19 @@ class BlockPickler(pickle.Pickler):
             self.spans.append(self._writer.append(data))
         self._written = buffer
         return False
+
+
+class BlockPickler(pickle.Pickler):
+    """Pickles with protocol 5; buffers of more than INLINE_BYTES go to the block."""
+
+    def __init__(self, sink: io.BytesIO, writer: SharedBlockWriter) -> None:
+        # Not a method of this object: it would refer to itself, and keep all that it has pickled until it is collected.
+        buffers = _Buffers(writer)
+        super().__init__(sink, protocol=5, buffer_callback=buffers.take)
+        self.spans = buffers.spans
+        self._storages: dict[tuple[str, int], _Storage] = {}
+        self._alive: list[object] = []  # the keys above are addresses, so the storages must not be freed
+        self._cloud: Any = None  # cloudpickle's pickler, for code
 
     def reducer_override(self, value: Any) -> Any:
         """Return the reduction of the types listed above; NotImplemented for all others."""
@@ -135,14 +143,10 @@ class _Storage:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
-    """Return the bytes of a storage on the CPU, without a copy."""
+    """Return the bytes of a storage on the CPU, without a copy; they keep it alive."""
+    import torch
 
-    class Bytes(ctypes.c_ubyte * storage.nbytes()):  # type: ignore[misc]  # a class, so that it can have attributes
-        pass
-
-    array = Bytes.from_address(storage.data_ptr())
-    array.owner = storage  # keeps the memory of this view alive
-    return pickle.PickleBuffer(array)
+    return pickle.PickleBuffer(torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data)
 
 
 def _is_of_script(value: type | FunctionType) -> bool:

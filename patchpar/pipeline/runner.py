@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Transport, alone, connect, extend, form_groups, watched
+from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
@@ -35,6 +34,7 @@ from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import PipelineCall
+from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_random import own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torch_switches import under_autocast
@@ -60,9 +60,9 @@ class PipelineRunner:
         self.pipe: Any = None
         self._installed = InstalledPlan()
         self._installed_for, self._installation = CallOptions(plan=Plan()).to_install, 0
-        self._transport: Transport | None = None
-        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator)
-        self._held = HeldWeights(context.rank, self.device, self._communicator)
+        self._connection = RankConnection(context)
+        self._encoders = EncoderPlacement(context.rank, self.device, self._connection.communicator)
+        self._held = HeldWeights(context.rank, self.device, self._connection.communicator)
         self._adapters, self._arguments = AdapterSelection(), dict[str, Any]()
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that print
             silence_libraries()
@@ -154,12 +154,12 @@ class PipelineRunner:
         one_rank = plan.strategy.for_one_rank or plan.weights == "hosted"
         works = plan.world_size > 1 or one_rank or wanted.vae == "tiled" or needs_hooks(self.pipe, wanted, self.device)
         if self.context.world_size > 1 or works:
-            watched(self._connected(), self.context)  # whose limit may have been that of loading
-        if self._transport is not None:  # also on ranks that stay idle
+            watched(self._connection.connected(), self.context)  # whose limit may have been that of loading
+        if self._connection.transport is not None:  # also on ranks that stay idle
             self.form(plan, wanted.members, symmetric_memory=wanted.symmetric_memory)
         if mesh is not None and works:
             verifications = VerificationCache.of(wanted.verify, wanted.trusted_code)
-            communicators = [self._communicator() for _ in ("denoisers", "VAEs")]
+            communicators = [self._connection.communicator() for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe, held, graphs=wanted.graphs, known=self._installed.known)
             self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
             self._installed.install_vaes(wanted.vae, communicators[1], verifications)
@@ -168,7 +168,7 @@ class PipelineRunner:
     def form(self, plan: Plan, ranks: Sequence[int], *, symmetric_memory: bool = False) -> None:
         """Prepare operations of several ranks for a plan on `ranks`. Collective: also on ranks that it leaves idle."""
         sets = rank_sets(ranks, **plan.degrees())
-        form_groups(self._connected(), sets, symmetric_memory=symmetric_memory)
+        form_groups(self._connection.connected(), sets, symmetric_memory=symmetric_memory)
 
     def restore(self, component: str = "") -> None:
         """Remove every hook, and give all ranks encoders and weights, or this component: it is as before `install`."""
@@ -180,24 +180,6 @@ class PipelineRunner:
     def _uninstall(self) -> None:
         self._held.keep(self._installed.uninstall())
         self._installed_for = CallOptions(plan=Plan()).to_install
-
-    def _connected(self) -> Transport:
-        """Return the transport, connected with the ranks of this call if it is not yet. Collective."""
-        if self._transport is None:
-            several = self.context.world_size > 1
-            transport = connect(self.context, ranks=self.context.ranks) if several else alone(self.context)
-            self._transport = watched(transport, self.context)
-        return self._transport
-
-    def _reach(self) -> None:
-        """Connect with all ranks of this call. Where messages may have been lost, the plan is installed anew."""
-        if self._transport is None:
-            self._connected()
-        elif extend(self._transport, self.context, self.context.ranks):
-            self._uninstall()
-
-    def _communicator(self) -> Communicator:
-        return Communicator(self._connected(), self.context.beat, self.context.seal)
 
     def control(self, *, exchange: str = "on", vae: str = "on", encoders: str = "on") -> None:
         """Set the exchange between bands to "off" (denoisers also "frozen"), which gives wrong images, for controls."""
@@ -213,8 +195,8 @@ class PipelineRunner:
 
     def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """Run one call of the pipeline with `options.plan`. Ranks that the plan does not use return IdleRank."""
-        if self.context.world_size > 1:
-            self._reach()
+        if self.context.world_size > 1 and self._connection.reach():
+            self._uninstall()  # messages may have been lost
         self._adapters.choose(self.pipe, options.adapters, self._installed, self._encoders)
         if self._installation != options.installation:
             self._uninstall()
@@ -274,8 +256,8 @@ class PipelineRunner:
             output = call.run(self._arguments)
         recorder.end_image()
         installed.finish()
-        if self._transport is not None:
-            self._transport.settle("end of the call")
+        if (transport := self._connection.transport) is not None:
+            transport.settle("end of the call")
         return output, recorder.figures(self.context.rank, self.context.device)
 
     def _before_changes(self) -> None:

@@ -60,7 +60,7 @@ class Ranks:
     def latents(self, transport: Transport) -> list[Tensor]:
         """What two calls return on a rank; nothing where another rank has the same."""
         engine = PipelineRunner(ThreadContext(transport.rank, self.world))  # type: ignore[arg-type]
-        engine._transport = transport
+        engine._connection.transport = transport
         engine.adopt(self._pipes[transport.rank], self.plan)
         found = list[Tensor]()
         for _ in range(2):

@@ -66,7 +66,7 @@ def generated(
 
     def on_rank(transport: TorchTransport) -> list[Any]:
         engine = PipelineRunner(ThreadContext(transport.rank, parsed.world_size))  # type: ignore[arg-type]
-        engine._transport = transport
+        engine._connection.transport = transport
         engine.adopt(pipes[transport.rank])
         options = CallOptions(plan=parsed, verify=False, quiet=True, graphs=graphs, tracing=tracing)
         results = []

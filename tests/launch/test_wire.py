@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,21 @@ def test_no_descriptor_and_no_named_memory_is_kept():
     assert descriptors() <= before
     assert set(os.listdir("/dev/shm")) == names  # noqa: PTH208
     assert len(values) == 20
+
+
+@pytest.mark.parametrize("size", [16, 100_000], ids=["in the stream", "in the block"])
+def test_what_was_sent_is_freed_with_its_last_reference(size):
+    """As it is without workers: models are too large to wait for the garbage collector."""
+    network = torch.nn.Linear(size, 1)
+    freed = weakref.ref(network)
+    gc.collect()
+    gc.disable()
+    try:
+        encode(network).close()
+        del network
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_failed_encoding_keeps_nothing_either():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -40,6 +42,22 @@ def test_restore_leaves_the_plain_pipeline(parallel: ParallelPipeline, plain: An
     assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
     assert parallel.last_run is not None
     assert max(parallel.last_run.bytes_per_step) > 0
+
+
+def test_a_model_is_freed_with_its_last_name() -> None:
+    """Of the one device that a call runs on, without the garbage collector; of workers launch/test_wire.py shows it."""
+    plain = build("sdxl").pipe
+    freed = [weakref.ref(part) for part in plain.components.values() if isinstance(part, nn.Module)]
+    with ParallelPipeline(plain, devices=1) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        pipe(**CALL, generator=generator())
+        gc.collect()
+        gc.disable()
+    try:
+        del pipe, plain
+        assert [each() for each in freed] == [None] * len(freed)
+    finally:
+        gc.enable()
 
 
 def test_one_device_is_the_pipeline_itself(plain: Any) -> None:
