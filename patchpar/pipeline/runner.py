@@ -54,13 +54,13 @@ from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
 class PipelineRunner:
     """One rank's pipeline."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankContext, connection: RankConnection | None = None) -> None:
         self.context, self.device = context, torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
         self._installed = InstalledPlan()
         self._installed_for, self._installation = CallOptions(plan=Plan()).to_install, 0
-        self._connection = RankConnection(context)
+        self._connection = connection or RankConnection(context)
         self._encoders = EncoderPlacement(context.rank, self.device, self._connection.communicator)
         self._held = HeldWeights(context.rank, self.device, self._connection.communicator)
         self._adapters, self._arguments = AdapterSelection(), dict[str, Any]()

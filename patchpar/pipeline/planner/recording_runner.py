@@ -13,6 +13,7 @@ from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
+from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
@@ -55,6 +56,18 @@ class RecordingContext:
             self._tape.block(where)
 
 
+class RecordingConnection(RankConnection):
+    """A transport without other ranks."""
+
+    def __init__(self, context: RecordingContext, transport: RecordingTransport) -> None:
+        super().__init__(context)
+        self.transport = self._nowhere = transport
+
+    def communicator(self) -> RecordingCommunicator:
+        """See RankConnection."""
+        return RecordingCommunicator(self._nowhere)
+
+
 class RecordingRunner(PipelineRunner):
     """What a rank runs, over a transport without other ranks."""
 
@@ -65,19 +78,14 @@ class RecordingRunner(PipelineRunner):
         options: RecordOptions,
         encoded: EncodedValues,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, RecordingConnection(context, transport))
         ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
-        self._encoders = EncoderPlacement(context.rank, self.device, self._communicator, ways)
+        self._encoders = EncoderPlacement(context.rank, self.device, self._connection.communicator, ways)
         self._encoded = encoded
-        self._transport = transport
-        self._nowhere, self._options = transport, options
+        self._tape, self._options = transport.tape, options
         self._begin: Callable[[], None] = lambda: None
         self.stale_bytes = 0
         """Of the call made last; see `RankStats`."""
-
-    def _communicator(self) -> RecordingCommunicator:
-        """See PipelineRunner: every part of a recorded call gets this one."""
-        return RecordingCommunicator(self._nowhere)
 
     def learn(self) -> None:
         """Keep what a first call has found, for other ranks and plans."""
@@ -96,7 +104,7 @@ class RecordingRunner(PipelineRunner):
         """See PipelineRunner. A call that is made again, for images that all ranks need, is recorded again."""
         self._begin()
         self._encoded.begin()
-        self._nowhere.tape.begin()
+        self._tape.begin()
         output, stats = super()._call_pipeline(kwargs, options)
         self.stale_bytes = stats.stale_bytes
         return output, stats
