@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, alone, connect
 from patchpar.launch.executor import RankContext
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.mesh import Mesh
 
 DEADLINE = 30.0
@@ -32,6 +33,7 @@ class PoolRank:
     world: int
     context: RankContext
     transport: Transport
+    kept: list[PipelineRunner] = field(default_factory=list)
 
     def mesh(self, **degrees: int) -> Mesh:
         """Named axes over all that take part, e.g. `mesh(cfg=2, patch=2)`."""
@@ -41,6 +43,11 @@ class PoolRank:
         """A way out that counts from zero."""
         return Communicator(self.transport)
 
+    def runner(self) -> PipelineRunner:
+        """What runs pipelines on a worker. It is kept until the next test: others may still wait for its messages."""
+        self.kept.append(PipelineRunner(self.context))
+        return self.kept[-1]
+
 
 class Ranks:
     """The engine of the test pool."""
@@ -48,6 +55,7 @@ class Ranks:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self._context = context
+        self._kept: list[PipelineRunner] = []
 
     def form_group(self, path: str) -> None:
         """What `through="torch"` needs."""
@@ -65,7 +73,10 @@ class Ranks:
         try:
             if self._context.rank >= world:
                 return None
-            this = PoolRank(rank=self._context.rank, world=world, context=self._context, transport=transport)
+            self._kept = []
+            this = PoolRank(
+                rank=self._context.rank, world=world, context=self._context, transport=transport, kept=self._kept
+            )
             return _resolve(function)(this, *args)
         finally:
             transport.close()

@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patchpar.models.files import embedded_model
 from patchpar.pipeline.messages import CallOptions, RandomState
-from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import PoolRank
@@ -59,7 +58,7 @@ class Compared:
 def compared(this: PoolRank, name: str, cases: Sequence[Case], verifications: str) -> list[Compared | None]:
     """Each case on as many of the ranks as its plan takes. Rank 0 knows; it also runs the plain pipeline."""
     pipe, arguments = _pipeline(name)
-    engine = PipelineRunner(this.context)
+    engine = this.runner()
     engine.adopt(pipe)
     original = pipe.scheduler
     found = []
@@ -105,7 +104,7 @@ def halved(
     """Each case in half precision, on as many of the ranks as its plan takes. Rank 0 knows."""
     pipe, arguments = _pipeline(name)
     pipe.to(dtype)
-    engine, original, found = PipelineRunner(this.context), pipe.scheduler, []
+    engine, original, found = this.runner(), pipe.scheduler, []
     for case in cases:
         kwargs = arguments | _changes(name, case) | {"latents": _noise(pipe, case.size, dtype)}
         pipe.scheduler = SCHEDULERS.get(case.scheduler, type(original)).from_config(original.config)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from patchpar.pipeline.messages import CallOptions, RandomState
-from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.exact.pipelines import SEED
@@ -25,7 +24,7 @@ def errors(this: PoolRank, name: str, plans: Sequence[str], verifications: str) 
     built = tiny.build(name)
     call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
     plain = _output_of(built.pipe(**_seeded(call))) if this.rank == 0 else None
-    engine = PipelineRunner(this.context)
+    engine = this.runner()
     engine.adopt(built.pipe)
     random = RandomState(seed=SEED)
     generated = []

@@ -15,7 +15,6 @@ from patchpar.comm.all_reduce import all_reduce
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import tensors_in
 from patchpar.pipeline.messages import CallOptions, CallResult
-from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import PoolRank
@@ -34,7 +33,7 @@ def against_one_process(this: PoolRank, name: str, plan: str, verifications: str
     before = {key: x.clone() for key, x in denoiser.state_dict().items()}
     held = sum(x.numel() for x in denoiser.parameters())
     wanted = tensors_in(pipe(**_call(arguments)))
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(pipe, Plan.parse(plan))
     options = CallOptions(plan=Plan.parse(plan), verify=Path(verifications))
     right = runner.generate(_call(arguments), options)
@@ -62,7 +61,7 @@ def against_one_process(this: PoolRank, name: str, plan: str, verifications: str
 def killed(this: PoolRank, verifications: str) -> None:
     """Rank 1 ends in the middle of a call, at a sum, before it has sent its terms."""
     built, sums = tiny.build("flux"), list[str]()
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
 
     def add_up_or_end(mesh: AxisComm, kind: str, where: str, own: Tensor) -> Tensor:

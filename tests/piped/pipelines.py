@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from patchpar.pipeline.messages import CallOptions, CallResult
-from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.shard.stages.stage_pass import StagePass
 from tests import tiny
@@ -36,7 +35,7 @@ def killed(this: PoolRank) -> None:
 def latents(this: PoolRank) -> Any:
     """The latents of one call on the first rank. Needs all ranks of the pool."""
     built = tiny.build("flux")
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
     result = runner.generate({**built.call_kwargs, "output_type": "latent"}, CallOptions(plan=PLAN, verify=False))
     runner.restore()

@@ -50,7 +50,7 @@ def counted(this: PoolRank, name: str, plans: list[str], vae: str = "auto") -> l
 
 
 def _counted(this: PoolRank, name: str, plans: list[str], vae: str) -> list[Counted | None]:
-    engine, built = PipelineRunner(this.context), tiny.build(name)
+    engine, built = this.runner(), tiny.build(name)
     engine.adopt(built.pipe)
     kwargs, found = {**built.call_kwargs, "num_inference_steps": STEPS}, list[Counted | None]()
     for plan in map(Plan.parse, plans):

@@ -31,7 +31,7 @@ def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -
     pipe, arguments = _built(name)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
     plain = tensors_in(pipe(**_kwargs(arguments)))
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(pipe)
     wanted = _run(runner, arguments, without, folder) if without else {"latents": plain * 2}
     found = _run(runner, arguments, plan, folder)
@@ -47,7 +47,7 @@ def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -
 def refused(this: PoolRank, name: str, plan: str) -> str:
     """The message for a pipeline that cannot run with the plan."""
     built = tiny.build(name)
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
     try:
         _run(runner, built.call_kwargs, plan, None)
@@ -59,7 +59,7 @@ def refused(this: PoolRank, name: str, plan: str) -> str:
 def killed(this: PoolRank, plan: str = "stage=2") -> None:
     """Rank 0, of the first stage, ends in its second call or later, before it has sent what its last block returned."""
     built, passed = tiny.build("flux"), []
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
     pass_on = StagePass._pass_on
 
@@ -103,7 +103,7 @@ def hosted(this: PoolRank, plan: str) -> dict[str, Any] | None:
     network = pipe.transformer
     before, whole = {key: x.clone() for key, x in _weights(pipe).items()}, memory_of(network)
     plain, most = tensors_in(pipe(**_kwargs(arguments))), [0]
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(pipe, Plan.parse(plan))
     run = BlockHooks._run
 

@@ -150,7 +150,7 @@ def generated(this: PoolRank, cases: Sequence[Case], calls: Sequence[ImageCall])
 @contextmanager
 def reset_engine(this: PoolRank) -> Iterator[PipelineRunner]:
     """An engine that leaves the pipelines as they were."""
-    engine = PipelineRunner(this.context)
+    engine = this.runner()
     try:
         yield engine
     finally:

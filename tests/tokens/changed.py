@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.pipeline.messages import CallOptions
-from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import PoolRank
@@ -35,7 +34,7 @@ def generated_between(
 
     Needs all ranks of the pool.
     """
-    alone, found, engine = tiny.build(case.name), tiny.build(case.name), PipelineRunner(this.context)
+    alone, found, engine = tiny.build(case.name), tiny.build(case.name), this.runner()
     plan, images = Plan.parse(case.plan), []
     verify: Path | bool = case.verifications / str(this.rank) if case.verifications else False
     engine.adopt(found.pipe if pipe is None else pipe)

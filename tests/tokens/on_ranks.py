@@ -50,7 +50,7 @@ def latents_of(output: Any) -> Tensor:
 
 def generated(this: PoolRank, cases: Sequence[PipelineCase]) -> list[Tensor | str | None]:
     """Final latents of each drawing on the first rank, or what it raised. Needs all ranks of the pool."""
-    engine = PipelineRunner(this.context)
+    engine = this.runner()
     try:
         return [_generated(engine, case) for case in cases]
     finally:
@@ -77,7 +77,7 @@ def _generated(engine: PipelineRunner, case: PipelineCase) -> Tensor | str | Non
 def with_compiled_blocks(this: PoolRank, name: str, denoiser: str) -> tuple[Any, Tensor, int]:
     """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
     counter, found = CompileCounter(), tiny.build(name)
-    case, engine = PipelineCase(name=name, plan="patch=2"), PipelineRunner(this.context)
+    case, engine = PipelineCase(name=name, plan="patch=2"), this.runner()
     want = latents_of(found.pipe(**arguments(case, found)))
     plan = Plan.parse(case.plan)
     engine.adopt(found.pipe)
@@ -94,7 +94,7 @@ def with_compiled_blocks(this: PoolRank, name: str, denoiser: str) -> tuple[Any,
 
 def refusal_of_compiled(this: PoolRank, name: str, plan: str, compiled: str) -> str:
     """What is said of a call after the method `compiled` of a network."""
-    found, engine = tiny.build(name), PipelineRunner(this.context)
+    found, engine = tiny.build(name), this.runner()
     engine.adopt(found.pipe)
     try:
         engine.apply(compiled, (), {"backend": "eager"})
@@ -117,7 +117,7 @@ def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
         decided.append(alone(hook, residual))
         return voted(vote, hook, residual)
 
-    engine = PipelineRunner(this.context)
+    engine = this.runner()
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.enable_cache", (cache,), {})
@@ -131,7 +131,7 @@ def own_decisions(this: PoolRank, cache: Any, steps: int) -> list[bool]:
 
 def with_adapters(this: PoolRank, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Latents of images with adapters of `folder` put on and taken off between them, split and plain."""
-    found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(this.context)
+    found, alone, engine = tiny.build("flux"), tiny.build("flux"), this.runner()
     case, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
     engine.adopt(found.pipe)
 

@@ -26,7 +26,7 @@ def loaded(this: PoolRank, name: str, folder: str, dtype: torch.dtype, plan: str
     arguments, latents = tiny.build(name).call_kwargs, []
     plain = load_pipeline(folder, with_dtype({"torch_dtype": dtype}))
     for text in (_whole(plan), plan):
-        runner = PipelineRunner(this.context)
+        runner = this.runner()
         runner.load(folder, {"torch_dtype": dtype}, 0, Plan.parse(text))
         _in_own_memory(runner)
         held = len([x for x in runner._held._held.values() if x is not None])
@@ -58,7 +58,7 @@ def _whole(plan: str) -> str:
 def changed_before_the_first_call(this: PoolRank, folder: str, plan: str) -> dict[str, Any]:
     """Methods between loading and the first call, and a first call with another plan: weights are as they were."""
     plain, kept = load_pipeline(folder, with_dtype({"torch_dtype": torch.float32})), {}
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     for what, method in {"needs none": "disable_lora", "needs all": "transformer.eval"}.items():
         runner.load(folder, {"torch_dtype": torch.float32}, 0, Plan.parse(plan))
         if what == "needs none":

@@ -37,7 +37,7 @@ def both(this: PoolRank, name: str, plan: str, cache: Any = None, kind: str = "s
     if cache is not None:
         built.denoiser.enable_cache(cache)
         arguments = {**arguments, "num_inference_steps": STEPS_OF_CACHE}
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(pipe)
     before = {key: x.clone() for key, x in _weights(pipe).items()}
     runs = [_run(runner, arguments, text) for text in (plan, f"{plan},weights={kind}")]
@@ -84,7 +84,7 @@ def in_turn(this: PoolRank, name: str, plans: list[str]) -> dict[str, Any] | Non
     """Calls by several plans in turn, where whole weights do not fit, against the same plans with whole weights."""
     built, whole = tiny.build(name), tiny.build(name)
     before = {key: x.clone() for key, x in _weights(built.pipe).items()}
-    runners = [PipelineRunner(this.context) for _ in range(2)]
+    runners = [this.runner() for _ in range(2)]
     for runner, each in zip(runners, (built, whole), strict=True):
         runner.adopt(each.pipe)
     equal, made = [], []
@@ -116,7 +116,7 @@ def compiled(this: PoolRank, name: str, plan: str, kind: str, backend: str) -> d
     graphs = []
     for text in (plan, f"{plan},weights={kind}"):
         built = tiny.build(name)
-        runner = PipelineRunner(this.context)
+        runner = this.runner()
         runner.adopt(built.pipe)
         built.pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
         block = next(iter(blocks_of(built.pipe.transformer).values()))
@@ -151,7 +151,7 @@ def refused_midway(this: PoolRank, case: str) -> dict[str, Any]:
     built, world = tiny.build("flux"), this.context.world_size
     pipe, message = built.pipe, "not refused"
     before = {key: x.clone() for key, x in _weights(pipe).items()}
-    runner, plan = PipelineRunner(this.context), Plan(patch=world, weights="hosted")
+    runner, plan = this.runner(), Plan(patch=world, weights="hosted")
     networks = (
         [pipe.transformer] if case == "first call" else [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]
     )
@@ -182,7 +182,7 @@ def refused_midway(this: PoolRank, case: str) -> dict[str, Any]:
 def failed_midway(this: PoolRank, case: str) -> tuple[str, bool]:
     """What each rank raises where rank 1 has no memory for a block that moves into shards; whether changes are left."""
     built = tiny.build("flux")
-    runner, plan = PipelineRunner(this.context), Plan(patch=this.context.world_size, weights="sharded")
+    runner, plan = this.runner(), Plan(patch=this.context.world_size, weights="sharded")
 
     def keep(store: DeviceShards, index: int, copy: Any) -> None:
         raise torch.OutOfMemoryError(f"no memory for block {index}")
@@ -206,7 +206,7 @@ def undivided_features(this: PoolRank) -> dict[str, Any]:
     """Features that cannot be divided, where whole weights do not fit: what is in host memory stays there."""
     built, plan, other = tiny.build("flux"), "tensor=2,weights=hosted", "patch=2,weights=hosted"
     before, message = {key: x.clone() for key, x in _weights(built.pipe).items()}, "not refused"
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe, Plan.parse(plan))
 
     def refuse(denoiser: Any, mesh: Any, forward: Any, call: Any, verifications: Any, take: Any) -> Any:
@@ -230,7 +230,7 @@ def adapted(this: PoolRank, plan: str, folder: str, kind: str = "sharded") -> di
     """Latents with adapters loaded, scaled, exchanged and unloaded, against the same plan with whole weights."""
     built, sharded = [tiny.build("flux") for _ in range(2)], f"{plan},weights={kind}"
     files = [_save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, seed) for seed in range(2)]
-    runners = [PipelineRunner(this.context) for _ in built]
+    runners = [this.runner() for _ in built]
     for runner, each in zip(runners, built, strict=True):
         runner.adopt(each.pipe)
     latents: list[list[Tensor]] = []
@@ -270,7 +270,7 @@ def initialised(this: PoolRank, weights: str, folder: str, kind: str) -> dict[st
     file = _save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, 0, kind)
     for text in ("patch=2", f"patch=2,weights={weights}"):
         built = tiny.build("flux")
-        runner = PipelineRunner(this.context)
+        runner = this.runner()
         runner.adopt(built.pipe)
         runs = [_run(runner, built.call_kwargs, text)]
         on_meta = {} if kind == "dora" else {"low_cpu_mem_usage": False}  # where PEFT cannot initialise from weights
@@ -294,7 +294,7 @@ def refused_adapter(this: PoolRank, folder: str, is_called: bool) -> dict[str, A
     """The message where weights that an adapter is initialised from do not fit; the next call is as before."""
     built, plan = tiny.build("flux"), "patch=2,weights=sharded"
     file = _save_adapter(tiny.build("flux").pipe, Path(folder), this.rank, 0, "pissa")
-    runner, message = PipelineRunner(this.context), "not refused"
+    runner, message = this.runner(), "not refused"
     runner.adopt(built.pipe, Plan.parse(plan))
     before = _run(runner, built.call_kwargs, plan) if is_called else None
     with pytest.MonkeyPatch.context() as patch:
@@ -340,7 +340,7 @@ def _save_adapter(pipe: Any, folder: Path, rank: int, seed: int, kind: str = "pl
 def replaced(this: PoolRank) -> str:
     """The message where a method puts other weights in place of sharded ones."""
     built, plan = tiny.build("sd3"), "cfg=2,weights=sharded"
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
     _run(runner, built.call_kwargs, plan)
     block = built.pipe.transformer.transformer_blocks[0]
@@ -355,7 +355,7 @@ def replaced(this: PoolRank) -> str:
 def killed(this: PoolRank, kind: str = "sharded") -> None:
     """Rank 1 ends in the middle of a call, at a gather, before it has sent its part to the others."""
     built, gathers = tiny.build("flux"), []
-    runner = PipelineRunner(this.context)
+    runner = this.runner()
     runner.adopt(built.pipe)
     start = ShardedWeights._start
 
