@@ -10,8 +10,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from fractions import Fraction
+from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import av
 import numpy as np
@@ -173,8 +175,14 @@ def test_offers_that_are_refused(
     assert refusal(url, b"{}", Origin="http://evil.example")[0] == 403
     assert refusal(url, b"{}") == (400, "that is no offer: send {'type': 'offer', 'sdp': ...} in JSON")
     assert refusal(url, b'{"type": "offer", "sdp": "v=0"}')[0] == 400
-    for data in (b" " * 70_000, iter([b"{}"])):  # also one whose length is not declared
-        assert refusal(url, data) == (413, "an offer has at most 65536 bytes")
+    too_large = (413, "an offer has at most 65536 bytes")
+    assert refusal(url, b" " * 70_000) == too_large
+    assert refusal(url, iter([b" " * 70_000])) == too_large  # also one whose length is not declared
+    with closing(HTTPConnection(HOME, urlsplit(url).port, timeout=20)) as link:  # nor one whose length is declared wrong
+        both = {"Content-Length": "2", "Transfer-Encoding": "chunked"}
+        link.request("POST", "/webrtc", iter([b" " * 70_000]), both, encode_chunked=True)
+        assert link.getresponse().status == 413
+    assert refusal(url, iter([b"{}"]))[0] == 400
     monkeypatch.setattr(webrtc, "MAX_PEERS", 0)
     assert refusal(url, b"{}") == (400, "0 browsers watch by WebRTC, and that is the limit: watch at ?mse")
     with fetch(url) as answer:
