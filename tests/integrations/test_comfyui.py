@@ -222,10 +222,29 @@ def test_a_server_that_does_not_answer_is_named(nodes: Nodes, monkeypatch: pytes
         nodes.nodes.PatchparRemote.execute("http://nowhere/v1", "", **given)
 
 
+def test_a_workflow_does_not_choose_who_gets_a_file(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workflows are passed on, and name a URL and a file: that of a key, or any other."""
+    sent = []
+    monkeypatch.setattr(nodes.nodes, "from_server", lambda client, *_, **__: sent.append(client.api_key))
+    given = {"prompt": "a house", "width": 64, "height": 64, "steps": 1, "seed": 0, "images": 1}
+    keys, other = tmp_path / "key", tmp_path / "id_rsa"
+    keys.write_text("# http://gpu:8000/v1\nabcdefghijklmnop\n")
+    other.write_text("PRIVATE\nof somebody\n")
+    for file, url in ((keys, "http://evil.example/v1"), (other, "http://gpu:8000/v1")):
+        with pytest.raises(ValueError, match=r"add the line `# http://.*/v1` to the file") as raised:
+            nodes.nodes.PatchparRemote.execute(url, str(file), **given)
+        assert "PRIVATE" not in str(raised.value)
+    nodes.nodes.PatchparRemote.execute("http://gpu:8000/v1", str(keys), **given)
+    assert sent == ["abcdefghijklmnop"]
+
+
 def test_keys_and_pipelines_that_are_none(nodes: Nodes) -> None:
-    assert nodes.generate.key_in("# of the server\n\n abc \nother\n") == "abc"
+    url = "http://gpu:8000/v1"
+    assert nodes.generate.key_in(f"# of the server\n#{url}/\n\n abc \nother\n", url) == "abc"
     with pytest.raises(ValueError, match="there is no key in it"):
-        nodes.generate.key_in("# nothing\n")
+        nodes.generate.key_in(f"# {url}\n", url)
     job = SimpleNamespace(wait=lambda _: True, result=lambda: SimpleNamespace(frames=[]))
     with pytest.raises(ValueError, match="this pipeline makes no images"):
         nodes.generate.from_pipeline(SimpleNamespace(submit=lambda: job), {}, **nodes.nodes.reporting())
