@@ -178,9 +178,11 @@ def test_offers_that_are_refused(
     too_large = (413, "an offer has at most 65536 bytes")
     assert refusal(url, b" " * 70_000) == too_large
     assert refusal(url, iter([b" " * 70_000])) == too_large  # also one whose length is not declared
-    with closing(HTTPConnection(HOME, urlsplit(url).port, timeout=20)) as link:  # nor one whose length is declared wrong
+    with closing(
+        HTTPConnection(HOME, urlsplit(url).port, timeout=20)
+    ) as link:  # nor one whose length is declared wrong
         both = {"Content-Length": "2", "Transfer-Encoding": "chunked"}
-        link.request("POST", "/webrtc", iter([b" " * 70_000]), both, encode_chunked=True)
+        link.request("POST", "/webrtc", b"%x\r\n%s\r\n0\r\n\r\n" % (70_000, b" " * 70_000), both)
         assert link.getresponse().status == 413
     assert refusal(url, iter([b"{}"]))[0] == 400
     monkeypatch.setattr(webrtc, "MAX_PEERS", 0)
