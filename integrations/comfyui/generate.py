@@ -82,7 +82,8 @@ def from_server(
             client.delete(path, cast_to=object)
     if job["status"] != "completed":
         raise RuntimeError(f"the server: {job['error']['message']}")
-    return as_images(Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) for each in job["result"]["data"])
+    files = (io.BytesIO(base64.b64decode(each["b64_json"])) for each in job["result"]["data"])
+    return as_images(Image.open(file, formats=("PNG",)) for file in files)  # of all formats one has Ghostscript run it
 
 
 def key_in(text: str, url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import sys
 import weakref
@@ -15,7 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from patchpar import PlanError
 from patchpar.pipeline.job import JobProgress
@@ -209,6 +210,21 @@ def test_a_job_that_fails_says_why(nodes: Nodes, served: Any) -> None:
     fake, client, _ = served
     fake.error = PlanError("this model has no such scheduler")
     with pytest.raises(RuntimeError, match="the server: this model has no such scheduler"):
+        nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+
+
+def test_a_server_has_nothing_run(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workflow of somebody else names the server, and Pillow gives PostScript to Ghostscript."""
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("it was run"))
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    job = {"status": "completed", "result": {"data": [{"b64_json": base64.b64encode(program).decode()}]}}
+    client: Any = SimpleNamespace(
+        images=SimpleNamespace(generate=lambda **_: SimpleNamespace(id="a")),
+        get=lambda *_, **__: job,
+        delete=lambda *_, **__: None,
+        with_options=lambda **_: client,
+    )
+    with pytest.raises(UnidentifiedImageError):
         nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
 
 
