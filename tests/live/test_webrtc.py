@@ -277,3 +277,22 @@ def test_audio_comes_by_the_clock_and_what_is_late_is_dropped() -> None:
     found = asyncio.run(heard())
     assert found[:21] == [0, *[9] * 10, *[10] * 10]
     assert found[21:] == [0] * 4
+
+
+def test_frames_of_too_many_pixels_are_no_images() -> None:
+    """A few kilobytes of video have frames of a gigabyte. Who sends them is told once."""
+    camera, said = PageCamera(), list[str]()
+    frames = [SimpleNamespace(width=side, height=side, to_image=lambda side=side: side) for side in (16000, 16000, 64)]
+
+    async def recv() -> Any:
+        if not frames:
+            raise webrtc.MediaStreamError
+        return frames.pop(0)
+
+    track = SimpleNamespace(kind="video", recv=recv)
+    asyncio.run(webrtc._receive(track, camera, [SimpleNamespace(send=said.append)]))
+    camera.close()
+    assert list(camera.images()) == [64]
+    assert [json.loads(word)["message"] for word in said] == [
+        "the image has 16000 x 16000 pixels: at most 17 million are taken, so make it smaller"
+    ]
