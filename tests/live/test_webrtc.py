@@ -281,7 +281,7 @@ def test_audio_comes_by_the_clock_and_what_is_late_is_dropped() -> None:
 
 def test_frames_of_too_many_pixels_are_no_images() -> None:
     """A few kilobytes of video have frames of a gigabyte. Who sends them is told once."""
-    camera, said = PageCamera(), list[str]()
+    camera, messages = PageCamera(), list[str]()
     frames = [SimpleNamespace(width=side, height=side, to_image=lambda side=side: side) for side in (16000, 16000, 64)]
 
     async def recv() -> Any:
@@ -290,9 +290,9 @@ def test_frames_of_too_many_pixels_are_no_images() -> None:
         return frames.pop(0)
 
     track = SimpleNamespace(kind="video", recv=recv)
-    asyncio.run(webrtc._receive(track, camera, [SimpleNamespace(send=said.append)]))
+    asyncio.run(webrtc._receive(track, camera, [SimpleNamespace(send=messages.append)]))
     camera.close()
     assert list(camera.images()) == [64]
-    assert [json.loads(word)["message"] for word in said] == [
+    assert [json.loads(word)["message"] for word in messages] == [
         "the image has 16000 x 16000 pixels: at most 17 million are taken, so make it smaller"
     ]

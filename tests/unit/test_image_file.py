@@ -109,22 +109,22 @@ def test_large_frames_of_a_video_are_never_decoded(
     sides: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of kilobytes has frames of hundreds of megabytes; the first frames may be small ones."""
-    path, shown = video_of(tmp_path / "a.h264", *sides), list[int]()
+    path, widths = video_of(tmp_path / "a.h264", *sides), list[int]()
     displayed = video_source.displayed_image
 
     def note(frame: Any, *args: Any) -> Any:
-        shown.append(frame.width)
+        widths.append(frame.width)
         return displayed(frame, *args)
 
     monkeypatch.setattr(video_source, "displayed_image", note)
     assert len(list(frames_from(path, 4, 8, 8))) >= len(sides) - 1
-    assert 128 in shown, "the control"
-    shown.clear()
+    assert 128 in widths, "the control"
+    widths.clear()
     monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 64,))
     monkeypatch.setattr("patchpar.stream.media_file.MOST_PIXELS", 64 * 64)
     with pytest.raises(PlanError, match=r"a frame of video=.* has 128 x 128 pixels|cannot be read"):
         list(frames_from(path, 4, 8, 8))
-    assert 128 not in shown
+    assert 128 not in widths
 
 
 def test_a_program_is_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
