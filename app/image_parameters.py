@@ -40,6 +40,7 @@ GRAPH, WORKFLOW = "prompt", "workflow"  # chunks of ComfyUI: what was run, and w
 OWN = ("Version", "patchpar")
 NAMES = {"Steps": "steps", "CFG scale": "guidance", "Seed": "seed"}
 MAX_TEXT = 64 * 1024  # characters; nodes of other programs take more, and are in chunks of their own
+MAX_GRAPH = 2**20  # characters; as JSON each may be a list, of 64 bytes
 
 
 def text_of(request: GenerateRequest, facts: Mapping[str, str]) -> str:
@@ -134,6 +135,8 @@ def _found_in(path: str | Path) -> str | ComfyGraph:
     except (OSError, ValueError, SyntaxError, struct.error, zlib.error, Image.DecompressionBombError) as error:
         raise PlanError(f"{FILE} cannot be read as a PNG image, which is where parameters are kept") from error
     if not isinstance(text, str) and isinstance(graph, str):
+        if len(graph) > MAX_GRAPH:
+            raise PlanError(f"{FILE} has a graph of {len(graph)} characters: at most {MAX_GRAPH} are read")
         return ComfyGraph.read(graph)
     if not isinstance(text, str) and workflow is not None:
         raise PlanError(f"{FILE} has a workflow of ComfyUI that was not run: generate there, and drop that image")

@@ -23,6 +23,7 @@ OF_EXTRAS = {
     "pipeline/adapter_selection.py": {"peft"},
     "serving/admin_bodies.py": {"pydantic"},
     "stream/web/http_page.py": {"fastapi", "starlette"},
+    "stream/web/port_protocol.py": {"h11", "uvicorn"},
     "stream/web/server.py": {"uvicorn"},
     "stream/web/webrtc.py": {"aiortc"},
     "serving/image_request.py": {"pydantic"},

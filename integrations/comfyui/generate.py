@@ -82,15 +82,24 @@ def from_server(
             client.delete(path, cast_to=object)
     if job["status"] != "completed":
         raise RuntimeError(f"the server: {job['error']['message']}")
-    return as_images(Image.open(io.BytesIO(base64.b64decode(each["b64_json"]))) for each in job["result"]["data"])
+    files = (io.BytesIO(base64.b64decode(each["b64_json"])) for each in job["result"]["data"])
+    return as_images(Image.open(file, formats=("PNG",)) for file in files)  # of all formats one has Ghostscript run it
 
 
-def key_in(text: str) -> str:
+def key_in(text: str, url: str) -> str:
     """Return the first key of a file as `patchpar serve` reads it: lines that begin with # are none.
 
-    Raises ValueError if there is none.
+    One of these has to be the URL of the server that the key is for: a workflow of somebody else names a URL and a file
+    too, and would get whatever is in it. Raises ValueError without this line, and without a key.
     """
-    found = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    notes = {line.lstrip("# ").rstrip("/") for line in lines if line.startswith("#")}
+    if url.rstrip("/") not in notes:
+        raise ValueError(
+            f"key_file: it does not say that its key is for {url}, and a workflow does not choose who gets it: if you "
+            f"trust that server, add the line `# {url}` to the file"
+        )
+    found = [line for line in lines if not line.startswith("#")]
     if not found:
         raise ValueError("key_file: there is no key in it; write one on a line of its own")
     return found[0]

@@ -146,7 +146,7 @@ class PatchparRemote(io.ComfyNode):
             is_experimental=True,  # not run inside ComfyUI yet
             inputs=[
                 io.String.Input("url", default="http://127.0.0.1:8000/v1"),
-                io.String.Input("key_file", default="", tooltip="a file with the server's API key, if it has one"),
+                io.String.Input("key_file", default="", tooltip="a file with the line # URL, and the server's API key"),
                 *sizes(),
                 io.Int.Input("images", default=1, min=1, max=10),
             ],
@@ -161,7 +161,7 @@ class PatchparRemote(io.ComfyNode):
 
         from openai import APIConnectionError, OpenAI
 
-        key = key_in(Path(key_file).read_text(encoding="utf-8-sig")) if key_file else "none"
+        key = key_in(Path(key_file).read_text(encoding="utf-8-sig"), url) if key_file else "none"
         call = {"prompt": prompt, "size": f"{width}x{height}", "n": images}
         extra = {"seed": seed, "num_inference_steps": steps}
         with OpenAI(base_url=url, api_key=key) as client:

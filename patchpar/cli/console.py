@@ -34,7 +34,7 @@ def friendly_errors(debug: bool) -> Iterator[None]:
             raise  # click ends quietly
         if debug:
             traceback.print_exc()
-        typer.echo(f"error: {_text_of(error)}", err=True)
+        typer.echo(f"error: {_printable(_text_of(error))}", err=True)
         raise typer.Exit(BAD_USE if isinstance(error, PlanError) else FAILURE) from None
 
 
@@ -104,6 +104,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _printable(text: str) -> str:
+    """Return a text with escapes for signs by which names in a file, such as those of weights, command a terminal."""
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else repr(sign)[1:-1] for sign in text)
 
 
 def _text_of(error: Exception) -> str:

@@ -130,7 +130,7 @@ class GrowingFile:
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0o077)  # what another thread makes meanwhile is no one else's
     os.umask(mask)
     return mask
 

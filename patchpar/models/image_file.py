@@ -23,7 +23,7 @@ def read_image_file(
     """Return the image in a file as RGB, with its EXIF orientation applied. `label`: the file's name in messages.
 
     `formats`: Pillow formats to accept, by default all. Raises PlanError for a missing or invalid file, for one of
-    floating-point pixels, and, before decoding, for more than `most_pixels` pixels.
+    floating-point pixels; before decoding, for more than `most_pixels` pixels, and for a PostScript program.
     """
     return _read(source, label, lambda image: _in_eight_bits(image, label).convert("RGB"), most_pixels, formats)
 
@@ -54,6 +54,8 @@ def _read(
     try:
         with Image.open(source, formats=formats) as image:
             check_pixels(*image.size, label, most_pixels)
+            if image.format == "EPS":
+                raise PlanError(f"{label} is a PostScript program, which Pillow has Ghostscript run: save it as PNG")
             found = convert(ImageOps.exif_transpose(image))
             found.info.pop("exif", None)  # it may be broken, which who turns the image once more would find
             return found

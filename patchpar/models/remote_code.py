@@ -22,7 +22,10 @@ CONFIGS = (
     "video_preprocessor_config.json",
     "processor_config.json",
 )
-KERNELS = ("attn_implementation", "_attn_implementation")
+KERNEL = "attn_implementation"
+"""Part of the names under which versions of transformers take a kernel, or one for each configuration in this one."""
+OTHER_FILES = "configuration_files"
+"""Names files of which transformers reads one instead of this."""
 TRUST = "code that comes with a model is not run, unless from_pretrained gets trust_remote_code=True"
 
 
@@ -87,18 +90,25 @@ def _refuse_what_is_in(folder: Path, kind: str, *, is_looked_up: bool) -> None:
 def _refuse_config(file: Path, facts: Mapping[str, Any], kind: str, *, is_looked_up: bool) -> None:
     if is_looked_up and facts.get("auto_map"):
         raise PlanError(f"{file} has an auto_map, that is classes of its own for {kind}: {TRUST}")
-    for kernel in _values(facts, KERNELS):
-        if isinstance(kernel, str) and "/" in kernel:
+    if OTHER_FILES in facts:
+        raise PlanError(
+            f"{file} has its content loaded from elsewhere, by {OTHER_FILES}: put the right one in its place"
+        )
+    for kernel in _kernels(facts):
+        if "/" in kernel:
             raise PlanError(f"{file} names the attention kernel {kernel!r}, code from the hub: {TRUST}")
 
 
-def _values(facts: Any, names: Collection[str]) -> Iterator[Any]:
-    """Yield the values of these names in a configuration and in those nested in it."""
+def _kernels(facts: Any, is_named: bool = False) -> Iterator[str]:
+    """Yield what a configuration, and those nested in it, name as kernels of attention. `is_named`: that `facts` is."""
+    if isinstance(facts, str) and is_named:
+        yield facts
     if isinstance(facts, Mapping):
         for name, value in facts.items():
-            if name in names:
-                yield value
-            yield from _values(value, names)
+            yield from _kernels(value, is_named or KERNEL in name)
+    if isinstance(facts, list):
+        for value in facts:
+            yield from _kernels(value, is_named)
 
 
 def _pipeline_modules() -> frozenset[str]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from patchpar.models.image_file import check_pixels
+from patchpar.models.image_file import MOST_PIXELS, check_pixels
 
 FORMATS = (
     *("mov", "matroska", "avi", "mpeg", "mpegts", "flv", "asf", "ogg", "nut", "mxf", "ivf", "gif", "apng"),
@@ -35,6 +35,8 @@ def open_media(source: Path | IO[bytes]) -> Iterator[Any]:
         source.open("rb") if isinstance(source, Path) else nullcontext(source) as file,
     ):
         _check_whole(file)
+        for track in container.streams.video:
+            track.codec_context.options = {"max_pixels": str(MOST_PIXELS)}  # of frames larger than the file says
         yield container
         _check_whole(file)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
+from patchpar.models.image_file import check_pixels
 from patchpar.stream.media_file import displayed_image, open_media, rate_of, timed_frames
 from patchpar.stream.reference_image import load_reference_image
 
@@ -177,6 +178,8 @@ def _at_rate(file: Path | IO[bytes], fps: float, name: str) -> Iterator[Any]:
         with open_media(file) as container:
             if not container.streams.video:
                 raise PlanError(f"{name}: {container.format.name} has no video track")
+            declared = container.streams.video[0].codec_context
+            check_pixels(declared.width, declared.height, f"a frame of {name}")
             for seconds, image in _images_of(container, fps, name):
                 while before is not None and due / fps < seconds - 1e-6:
                     yield before

@@ -11,7 +11,7 @@ from PIL import Image, PngImagePlugin
 
 from app import comfyui_graph
 from app.comfyui_graph import ComfyGraph
-from app.image_parameters import add_parameters, loras_in, read_parameters
+from app.image_parameters import MAX_GRAPH, add_parameters, loras_in, read_parameters
 from app.requests import GenerateRequest
 from patchpar import PlanError
 
@@ -174,3 +174,13 @@ def test_a_graph_that_is_made_to_take_long_is_read_a_few_times(monkeypatch: pyte
     with pytest.raises(PlanError):
         ComfyGraph.read(text).arguments()
     assert looked < 2 * comfyui_graph.MAX_SAMPLERS * len(names) * len(sampler["inputs"])
+
+
+def test_a_graph_of_megabytes_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON it would take seconds, in which the page answers nobody, and forty times its size in memory."""
+    info = PngImagePlugin.PngInfo()
+    info.add_text("prompt", "[" + "[]," * (MAX_GRAPH // 3) + "[]]")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=info)
+    monkeypatch.setattr(comfyui_graph.json, "loads", lambda _: pytest.fail("it was read"))
+    with pytest.raises(PlanError, match=f"at most {MAX_GRAPH} are read"):
+        read_parameters(tmp_path / "a.png")

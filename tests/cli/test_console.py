@@ -10,7 +10,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
-from patchpar.cli.console import progress
+from patchpar.cli.console import friendly_errors, progress
 from patchpar.errors import PlanError
 
 
@@ -57,3 +57,13 @@ def test_a_line_is_shown_before_the_libraries_are_imported(
     monkeypatch.setattr("patchpar.models.quiet_libraries.silence_libraries", lambda: events.append("libraries"))
     CliRunner().invoke(app, words)
     assert events == [first]
+
+
+def test_names_in_files_do_not_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of weights, say, in a checkpoint of somebody else: it could erase what stands there, and write its own."""
+    with pytest.raises(typer.Exit), friendly_errors(debug=False):
+        raise PlanError("a.pt has no weights, but \x1b[2J\x1b]0;owned\x07, \x9b1A, \u202e, größer\n\tand \udcff")
+    found = capsys.readouterr().err
+    assert found == (
+        "error: a.pt has no weights, but \\x1b[2J\\x1b]0;owned\\x07, \\x9b1A, \\u202e, größer\n\tand \\udcff\n"
+    )

@@ -18,7 +18,7 @@ from PIL import Image
 
 from patchpar.cli.bench.records import RecordFile
 from patchpar.cli.console import _has_lost_its_reader, friendly_errors, stdout_kept_clean
-from patchpar.cli.output_files import full_disk_named, save, written_whole
+from patchpar.cli.output_files import _umask, full_disk_named, save, written_whole
 from patchpar.cli.stream.live_inputs import _standard_input
 from patchpar.cli.stream.replay import _can_be_asked
 from patchpar.errors import PatchparError, PlanError
@@ -211,3 +211,12 @@ def test_without_standard_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", None)
     with stdout_kept_clean(True):
         pass
+
+
+def test_no_file_is_for_all_users_while_the_mask_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is that of the process: other threads make files meanwhile."""
+    masks: list[int] = []
+    change = os.umask
+    monkeypatch.setattr(os, "umask", lambda mask: masks.append(mask) or change(mask))
+    before = _umask()
+    assert masks == [0o077, before]

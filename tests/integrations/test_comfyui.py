@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib
 import sys
 import weakref
@@ -15,7 +16,7 @@ import httpx
 import openai
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from patchpar import PlanError
 from patchpar.pipeline.job import JobProgress
@@ -212,6 +213,21 @@ def test_a_job_that_fails_says_why(nodes: Nodes, served: Any) -> None:
         nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
 
 
+def test_a_server_has_nothing_run(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workflow of somebody else names the server, and Pillow gives PostScript to Ghostscript."""
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("it was run"))
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    job = {"status": "completed", "result": {"data": [{"b64_json": base64.b64encode(program).decode()}]}}
+    client: Any = SimpleNamespace(
+        images=SimpleNamespace(generate=lambda **_: SimpleNamespace(id="a")),
+        get=lambda *_, **__: job,
+        delete=lambda *_, **__: None,
+        with_options=lambda **_: client,
+    )
+    with pytest.raises(UnidentifiedImageError):
+        nodes.generate.from_server(client, CALL, EXTRA, **nodes.nodes.reporting())
+
+
 def test_a_server_that_does_not_answer_is_named(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise openai.APIConnectionError(request=httpx.Request("GET", "http://nowhere"))
@@ -222,10 +238,29 @@ def test_a_server_that_does_not_answer_is_named(nodes: Nodes, monkeypatch: pytes
         nodes.nodes.PatchparRemote.execute("http://nowhere/v1", "", **given)
 
 
+def test_a_workflow_does_not_choose_who_gets_a_file(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Workflows are passed on, and name a URL and a file: that of a key, or any other."""
+    sent = []
+    monkeypatch.setattr(nodes.nodes, "from_server", lambda client, *_, **__: sent.append(client.api_key))
+    given = {"prompt": "a house", "width": 64, "height": 64, "steps": 1, "seed": 0, "images": 1}
+    keys, other = tmp_path / "key", tmp_path / "id_rsa"
+    keys.write_text("# http://gpu:8000/v1\nabcdefghijklmnop\n")
+    other.write_text("PRIVATE\nof somebody\n")
+    for file, url in ((keys, "http://evil.example/v1"), (other, "http://gpu:8000/v1")):
+        with pytest.raises(ValueError, match=r"add the line `# http://.*/v1` to the file") as raised:
+            nodes.nodes.PatchparRemote.execute(url, str(file), **given)
+        assert "PRIVATE" not in str(raised.value)
+    nodes.nodes.PatchparRemote.execute("http://gpu:8000/v1", str(keys), **given)
+    assert sent == ["abcdefghijklmnop"]
+
+
 def test_keys_and_pipelines_that_are_none(nodes: Nodes) -> None:
-    assert nodes.generate.key_in("# of the server\n\n abc \nother\n") == "abc"
+    url = "http://gpu:8000/v1"
+    assert nodes.generate.key_in(f"# of the server\n#{url}/\n\n abc \nother\n", url) == "abc"
     with pytest.raises(ValueError, match="there is no key in it"):
-        nodes.generate.key_in("# nothing\n")
+        nodes.generate.key_in(f"# {url}\n", url)
     job = SimpleNamespace(wait=lambda _: True, result=lambda: SimpleNamespace(frames=[]))
     with pytest.raises(ValueError, match="this pipeline makes no images"):
         nodes.generate.from_pipeline(SimpleNamespace(submit=lambda: job), {}, **nodes.nodes.reporting())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import socket
@@ -10,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from typing import Any
 
 import av
@@ -22,7 +24,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
-from patchpar.stream.web import frame_player
+from patchpar.stream.web import frame_player, port_protocol
 from patchpar.stream.web import viewer as screen_module
 from patchpar.stream.web.feed import BOUNDARY, VideoFeed
 from patchpar.stream.web.frame_player import FramePlayer
@@ -253,3 +255,39 @@ def test_frames_are_played_by_the_clock() -> None:
     player.close()
     assert len(times) == 10
     assert times[-1] - times[0] > 8 / 50 - 0.005
+
+
+def test_the_head_of_a_request_comes_in_time_and_is_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody who reaches the port can begin one. What has begun in time goes on for as long as it takes."""
+    monkeypatch.setattr(port_protocol, "HEAD_SECONDS", 0.2)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.accept"})
+        await asyncio.sleep(1)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.send", "text": "late"})
+        elif scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+    with closing(WebServer(HOME, 0, "--port")) as server:
+        server.serve(application)
+        address = (HOME, int(server.url.rpartition(":")[2]))
+        whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+        for head in (b"", b"GET / HTTP/1.1\r\n", whole + b"GET /"):
+            with socket.create_connection(address, 20) as link:
+                link.sendall(head)
+                found = b"".join(iter(lambda link=link: link.recv(1 << 10), b""))  # type: ignore[misc]
+                assert found.startswith(b"HTTP/1.1 204") is head.startswith(whole)
+        with socket.create_connection(address, 20) as link:
+            for _ in range(2):
+                link.sendall(whole)
+                assert b" 204 " in link.recv(1 << 10)
+        with connect(server.url.replace("http", "ws")) as watched:
+            assert watched.recv(timeout=20) == "late"
+        monkeypatch.setattr(port_protocol, "HEAD_SECONDS", 20.0)
+        with socket.create_connection(address, 20) as link, suppress(ConnectionError):
+            link.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * (1 << 20))
+            assert b" 400 " in link.recv(1 << 10)

@@ -10,8 +10,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from fractions import Fraction
+from http.client import HTTPConnection
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import av
 import numpy as np
@@ -173,8 +175,16 @@ def test_offers_that_are_refused(
     assert refusal(url, b"{}", Origin="http://evil.example")[0] == 403
     assert refusal(url, b"{}") == (400, "that is no offer: send {'type': 'offer', 'sdp': ...} in JSON")
     assert refusal(url, b'{"type": "offer", "sdp": "v=0"}')[0] == 400
-    for data in (b" " * 70_000, iter([b"{}"])):  # also one whose length is not declared
-        assert refusal(url, data) == (413, "an offer has at most 65536 bytes")
+    too_large = (413, "an offer has at most 65536 bytes")
+    assert refusal(url, b" " * 70_000) == too_large
+    assert refusal(url, iter([b" " * 70_000])) == too_large  # also one whose length is not declared
+    with closing(
+        HTTPConnection(HOME, urlsplit(url).port, timeout=20)
+    ) as link:  # nor one whose length is declared wrong
+        both = {"Content-Length": "2", "Transfer-Encoding": "chunked"}
+        link.request("POST", "/webrtc", b"%x\r\n%s\r\n0\r\n\r\n" % (70_000, b" " * 70_000), both)
+        assert link.getresponse().status == 413
+    assert refusal(url, iter([b"{}"]))[0] == 400
     monkeypatch.setattr(webrtc, "MAX_PEERS", 0)
     assert refusal(url, b"{}") == (400, "0 browsers watch by WebRTC, and that is the limit: watch at ?mse")
     with fetch(url) as answer:
@@ -267,3 +277,22 @@ def test_audio_comes_by_the_clock_and_what_is_late_is_dropped() -> None:
     found = asyncio.run(heard())
     assert found[:21] == [0, *[9] * 10, *[10] * 10]
     assert found[21:] == [0] * 4
+
+
+def test_frames_of_too_many_pixels_are_no_images() -> None:
+    """A few kilobytes of video have frames of a gigabyte. Who sends them is told once."""
+    camera, messages = PageCamera(), list[str]()
+    frames = [SimpleNamespace(width=side, height=side, to_image=lambda side=side: side) for side in (16000, 16000, 64)]
+
+    async def recv() -> Any:
+        if not frames:
+            raise webrtc.MediaStreamError
+        return frames.pop(0)
+
+    track = SimpleNamespace(kind="video", recv=recv)
+    asyncio.run(webrtc._receive(track, camera, [SimpleNamespace(send=messages.append)]))
+    camera.close()
+    assert list(camera.images()) == [64]
+    assert [json.loads(word)["message"] for word in messages] == [
+        "the image has 16000 x 16000 pixels: at most 17 million are taken, so make it smaller"
+    ]

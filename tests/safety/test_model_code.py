@@ -103,6 +103,25 @@ def attention_of_the_hub_within(folder: Path) -> None:
     change(folder / "text_encoder" / "config.json", text_config={"attn_implementation": "somebody/kernels"})
 
 
+def attention_of_the_hub_by_part(folder: Path) -> None:
+    change(folder / "text_encoder" / "config.json", _attn_implementation={"text_config": "somebody/kernels"})
+
+
+def attention_of_the_hub_in_an_attribute(folder: Path) -> None:
+    """transformers 5.0 sets whatever a file says, also what holds the value of the property."""
+    change(folder / "text_encoder" / "config.json", _attn_implementation_internal="somebody/kernels")
+
+
+def attention_of_the_hub_in_a_list(folder: Path) -> None:
+    change(folder / "text_encoder" / "config.json", parts=[{"attn_implementation": "somebody/kernels"}])
+
+
+def configuration_from_another_file(folder: Path) -> None:
+    """transformers reads that one instead, by its own version."""
+    change(folder / "text_encoder" / "config.json", configuration_files=["config.4.0.0.json"])
+    change(folder / "text_encoder" / "config.4.0.0.json", _attn_implementation="somebody/kernels")
+
+
 def own_processor(folder: Path) -> None:
     """transformers looks up the parts of one, whatever class the index names."""
     (folder / "processor").mkdir()
@@ -127,6 +146,10 @@ WAYS: list[Callable[[Path], None]] = [
     pipeline_in_the_pipeline,
     attention_of_the_hub,
     attention_of_the_hub_within,
+    attention_of_the_hub_by_part,
+    attention_of_the_hub_in_an_attribute,
+    attention_of_the_hub_in_a_list,
+    configuration_from_another_file,
     own_processor,
     adapter_from_elsewhere,
 ]

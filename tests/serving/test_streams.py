@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import threading
 import wave
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -21,8 +24,10 @@ from patchpar.cli import app as command
 from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import stream_application
+from patchpar.serving.http.stream_socket import applied
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
+from patchpar.serving.streams.stream_request import parse_control
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from tests.serving.requests import Connected, client_of, example_of_the_page, until
@@ -119,6 +124,17 @@ def test_the_example_of_the_page(client: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "error" not in kinds
     assert kinds[-1] == "media_end"
     assert any(isinstance(message, bytes) for message in read)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_aside"), [({"type": "reference", "image": "AAAA"}, True), ({"type": "stop"}, False)]
+)
+def test_images_of_controls_are_decoded_as_those_of_requests(wanted: dict[str, str], is_aside: bool) -> None:
+    """Two at a time: each may take hundreds of megabytes meanwhile."""
+    threads: list[str] = []
+    stream: Any = SimpleNamespace(control=lambda _: threads.append(threading.current_thread().name) or {})
+    asyncio.run(applied(stream, parse_control(json.dumps(wanted))))
+    assert threads[0].startswith("patchpar-uploads") is is_aside
 
 
 def test_audio_and_controls(client: Any, streams: StreamService) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from patchpar.cli.stream.images import ImageFrames
 from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
 from patchpar.models.image_file import MOST_PIXELS, read_image_file, read_mask_file
+from patchpar.stream import video_source
 from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.video_source import frames_from
 
 SIDE = 9_400  # pixels, of an image that would take most of a gigabyte while it is decoded
 
@@ -88,6 +90,57 @@ def test_frames_of_a_video_are_as_well(tmp_path: Path, monkeypatch: pytest.Monke
     for fps in (None, 8):  # before any worker is started
         with pytest.raises(PlanError, match=r"a frame of --input .* has 64 x 48 pixels"):
             ImageFrames.of(path, fps)
+
+
+def video_of(path: Path, *sides: int) -> Path:
+    """A file of raw H.264, with a frame of each side after a header of its own."""
+    parts = []
+    for side in sides:
+        encoder: Any = av.CodecContext.create("libx264", "w")
+        encoder.width, encoder.height, encoder.pix_fmt, encoder.framerate = side, side, "yuv420p", 4
+        frame = av.VideoFrame.from_ndarray(np.zeros((side, side, 3), np.uint8), format="rgb24")
+        parts += [bytes(packet) for packet in (*encoder.encode(frame), *encoder.encode(None))]
+    path.write_bytes(b"".join(parts))
+    return path
+
+
+@pytest.mark.parametrize("sides", [(128, 128), (64, 64, 128, 128)], ids=["at once", "later"])
+def test_large_frames_of_a_video_are_never_decoded(
+    sides: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of kilobytes has frames of hundreds of megabytes; the first frames may be small ones."""
+    path, widths = video_of(tmp_path / "a.h264", *sides), list[int]()
+    displayed = video_source.displayed_image
+
+    def note(frame: Any, *args: Any) -> Any:
+        widths.append(frame.width)
+        return displayed(frame, *args)
+
+    monkeypatch.setattr(video_source, "displayed_image", note)
+    assert len(list(frames_from(path, 4, 8, 8))) >= len(sides) - 1
+    assert 128 in widths, "the control"
+    widths.clear()
+    monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 64,))
+    monkeypatch.setattr("patchpar.stream.media_file.MOST_PIXELS", 64 * 64)
+    with pytest.raises(PlanError, match=r"a frame of video=.* has 128 x 128 pixels|cannot be read"):
+        list(frames_from(path, 4, 8, 8))
+    assert 128 not in widths
+
+
+def test_a_program_is_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow has Ghostscript run PostScript, whatever the name of the file."""
+    ran = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: ran.append(1) or Image.new("RGB", (9, 9)).im)
+    path = tmp_path / "a.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    with Image.open(path) as image:
+        image.load()
+    assert ran, "the control"
+    ran.clear()
+    for read in (read_image_file, read_mask_file):
+        with pytest.raises(PlanError, match=r"it is a PostScript program, .*: save it as PNG"):
+            read(path, "it")
+    assert not ran
 
 
 def test_a_video_that_names_other_files_is_refused(tmp_path: Path) -> None:

@@ -16,13 +16,20 @@ from patchpar.serving.http.failures import logged_error_of
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import accepted_protocol
 from patchpar.serving.streams.live_stream import LiveStream
-from patchpar.serving.streams.stream_request import parse_control
+from patchpar.serving.streams.stream_request import StreamControl, parse_control
+from patchpar.serving.uploaded_image import checked_aside
 from patchpar.stream.web.http_page import send_video, until_one_ends
 
 MAX_MESSAGE = 1 << 20
 """Bytes of audio in one message."""
 STATUS_SECONDS = 0.5
 log = logging.getLogger(__name__)
+
+
+async def applied(stream: LiveStream, control: StreamControl) -> dict[str, Any]:
+    """Apply a control in a thread, and return when it takes effect. Its image is decoded as those of all requests."""
+    aside = asyncio.to_thread if control.image is None else checked_aside
+    return await aside(stream.control, control)
 
 
 class StreamSocket:
@@ -65,7 +72,7 @@ class StreamSocket:
                 await asyncio.to_thread(self._stream.push, data)
                 return None
             control = parse_control(message.get("text") or "")
-            effect = await asyncio.to_thread(self._stream.control, control)
+            effect = await applied(self._stream, control)
         except Exception as error:  # noqa: BLE001  the client is told, and the stream goes on
             return {"type": "error", **logged_error_of(error, f"a message to {self._stream.id}").body}
         return {"type": "effect", "of": control.type, **effect}

@@ -13,7 +13,7 @@ from patchpar.serving.http.access import error_response, owner_of
 from patchpar.serving.http.event_stream import HEARTBEAT, HEARTBEAT_SECONDS, EventStream, event_of
 from patchpar.serving.http.failures import request_error_of
 from patchpar.serving.http.request_body import FORM, check_origin, kind_of, read_body, read_form
-from patchpar.serving.http.stream_socket import StreamSocket
+from patchpar.serving.http.stream_socket import StreamSocket, applied
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.socket_tickets import TICKET_SECONDS, protocols_of
 from patchpar.serving.streams.live_stream import LiveStream
@@ -74,7 +74,7 @@ def _add_kept(app: FastAPI, service: StreamService) -> None:
         """Apply a control, and return the block from which it holds."""
         stream = found(request, name)
         wanted = parse_control(await read_body(request, service.settings.limits.form_bytes))
-        return {"type": "effect", "of": wanted.type, **await asyncio.to_thread(stream.control, wanted)}
+        return {"type": "effect", "of": wanted.type, **await applied(stream, wanted)}
 
     @app.post("/v1/streams/{name}/tickets")
     async def ticket(request: Request, name: str) -> JSONResponse:

@@ -78,10 +78,13 @@ def _add_webrtc(app: FastAPI, peers: "RtcPeers") -> None:
     async def offer(request: Request) -> JSONResponse:
         if not is_own_origin(request):
             return JSONResponse({"message": FOREIGN}, 403)
-        if int(request.headers.get("content-length", MAX_OFFER + 1)) > MAX_OFFER:
-            return JSONResponse({"message": f"an offer has at most {MAX_OFFER} bytes"}, 413)
+        found = bytearray()
+        async for part in request.stream():  # a declared length says nothing of a body that comes in chunks
+            found += part
+            if len(found) > MAX_OFFER:
+                return JSONResponse({"message": f"an offer has at most {MAX_OFFER} bytes"}, 413)
         try:
-            return JSONResponse(await peers.answer(await request.body()))
+            return JSONResponse(await peers.answer(bytes(found)))
         except PlanError as error:
             return JSONResponse({"message": str(error)}, 400)
 

@@ -86,8 +86,14 @@ class WebServer:
         """Serve an ASGI application, with `grace` seconds for open responses at the end. Raises LaunchError."""
         import uvicorn
 
+        from patchpar.stream.web.port_protocol import PortProtocol
+
         config = uvicorn.Config(
-            application, log_level="warning", timeout_graceful_shutdown=grace, ws_per_message_deflate=False
+            application,
+            http=PortProtocol,
+            log_level="warning",
+            timeout_graceful_shutdown=grace,
+            ws_per_message_deflate=False,
         )
         logging.getLogger("uvicorn.error").addFilter(_is_news)
         self._server = uvicorn.Server(config)

@@ -28,9 +28,10 @@ from aiortc.mediastreams import MediaStreamError
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.image_file import check_pixels
 from patchpar.stream.audio.resample import Resampler
 from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.page_input import PageInput, PageInputs
+from patchpar.stream.web.page_input import MAX_PIXELS, PageInput, PageInputs
 
 MAX_PEERS = 8
 """Each has an encoder of its own."""
@@ -249,14 +250,9 @@ async def _receive(track: Any, source: PageInput[Any], notes: list[Any]) -> None
                 source.end(sender)
                 continue
             try:
-                source.begin(sender)
+                _put(frame, source, sender, resampler if track.kind == "audio" else None)
                 is_refused = False
-                if track.kind == "video":
-                    source.put(sender, frame.to_image())
-                    continue
-                for part in resampler.resample(frame):
-                    source.put(sender, (torch.from_numpy(part.to_ndarray()), AUDIO_RATE))
-            except PlanError as error:  # another page sends
+            except PlanError as error:  # another page sends, or the image is too large
                 if not is_refused and notes:
                     is_refused = True
                     notes[0].send(json.dumps({"type": "error", "message": str(error), "kind": track.kind}))
@@ -264,6 +260,18 @@ async def _receive(track: Any, source: PageInput[Any], notes: list[Any]) -> None
         pass
     finally:
         source.end(sender)
+
+
+def _put(frame: Any, source: PageInput[Any], sender: object, resampler: Any) -> None:
+    """Give one frame to `source`, of audio with a `resampler`. Raises PlanError, also for too large an image."""
+    if resampler is None:
+        check_pixels(frame.width, frame.height, "the image", MAX_PIXELS)
+    source.begin(sender)
+    if resampler is None:
+        source.put(sender, frame.to_image())
+        return
+    for part in resampler.resample(frame):
+        source.put(sender, (torch.from_numpy(part.to_ndarray()), AUDIO_RATE))
 
 
 def _description(offer: bytes) -> Any:
