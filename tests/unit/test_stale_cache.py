@@ -23,6 +23,7 @@ from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies.displaced import DisplacedPatch
+from patchpar.strategies.piped import PipedStages
 from tests.unit.threads import on_threads
 
 FORM = ("some", "shape")
@@ -306,6 +307,26 @@ def test_warm_up_is_counted_in_steps() -> None:
         return found
 
     assert on_threads(1, run) == [[True] * 4 + [False] * 2]
+
+
+def test_the_length_of_a_step_is_that_of_its_own_image() -> None:
+    """Whether the image before had timesteps or none; always in one tensor, which recorded steps read."""
+    known, unknown = (1000.0, 900.0, 850.0), (None, None, None)
+
+    def run(transport: Any) -> list[list[float]]:
+        clock, found = StepClock(), []
+        state = StaleState(Communicator(transport), PipedStages().policy, clock)
+        for times in (unknown, known, unknown, known):
+            clock.reset()
+            state.reset()
+            found.append([])
+            for time_of_step in times:
+                clock.next_call()
+                found[-1].append(state.step_ratio(None if time_of_step is None else torch.tensor(time_of_step)).item())
+                clock.tick()
+        return found
+
+    assert on_threads(1, run) == [[[0.0, 0.0, 1.0], [0.0, 0.0, 0.5]] * 2]
 
 
 def test_a_state_that_begins_anew_ends_its_exchanges_as_before() -> None:
