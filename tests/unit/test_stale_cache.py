@@ -52,7 +52,7 @@ def test_a_value_arrives_one_step_later() -> None:
             memory.begin(0, evaluation, FORM)
             slot = memory.entry("norm")
             found.append(values(slot.wait()))
-            slot.pending = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm")
+            slot.pending = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm", slot)
             memory.end()
         memory.settle()
         return found
@@ -65,7 +65,8 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         memory = memory_of(transport, bucket=3)
         memory.begin(0, 0, FORM)
         parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
-        waiting = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
+        seams = [f"seam {number}" for number in range(5)]
+        waiting = [memory.send(each, seam, memory.entry(seam)) for each, seam in zip(parts, seams, strict=True)]
         rounds = [memory.comm.traffic.rounds["bucket"]]
         memory.end()
         rounds.append(memory.comm.traffic.rounds["bucket"])
@@ -106,7 +107,7 @@ def test_a_late_value_names_the_exchange_point_that_waits_and_the_shapes() -> No
             return ""
         memory.begin(0, 0, FORM)
         slot = memory.entry("mid.norm")
-        slot.pending = memory.send(part(transport, 1.0), "mid.norm")
+        slot.pending = memory.send(part(transport, 1.0), "mid.norm", slot)
         memory.end()
         start = time.monotonic()
         with pytest.raises(ExchangeError) as caught:
