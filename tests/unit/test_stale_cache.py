@@ -65,8 +65,7 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         memory = memory_of(transport, bucket=3)
         memory.begin(0, 0, FORM)
         parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
-        seams = [f"seam {number}" for number in range(5)]
-        waiting = [memory.send(each, seam, memory.entry(seam)) for each, seam in zip(parts, seams, strict=True)]
+        waiting = [memory.send(each, "norm", memory.entry(f"norm {number}")) for number, each in enumerate(parts)]
         rounds = [memory.comm.traffic.rounds["bucket"]]
         memory.end()
         rounds.append(memory.comm.traffic.rounds["bucket"])
