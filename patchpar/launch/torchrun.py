@@ -67,10 +67,11 @@ class TorchrunContext(OwnProcessContext):
             return reply
         try:
             reply = self.callbacks.answer(question)
+            message = pack(encode((True, reply)))
         except Exception as error:
             self._control.broadcast(pack(encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))))
             raise
-        self._control.broadcast(pack(encode((True, reply))))
+        self._control.broadcast(message)
         return reply
 
 

@@ -38,12 +38,14 @@ def test_stamps_of_a_call_that_has_failed_are_not_those_of_the_next() -> None:
     assert on_threads(1, on_rank) == [None]
 
 
-def test_a_prediction_of_another_step_is_not_used() -> None:
-    """Where each rank makes calls of its own, one of which is a step ahead."""
+@pytest.mark.parametrize("ahead", [PredictionTime(step=1, call=0), PredictionTime(step=0, call=1)])
+def test_a_prediction_of_another_step_or_call_is_not_used(ahead: PredictionTime) -> None:
+    """Where each rank makes calls of its own, one of which is ahead."""
+    times = PredictionTime(0, 0), ahead
 
     def on_rank(transport: Any) -> None:
         post = PredictionExchange(Communicator(transport), Axis("cfg", transport.rank, 2, (0, 1)))
-        x, when = torch.ones(1, 2), PredictionTime(transport.rank, 0)
+        x, when = torch.ones(1, 2), times[transport.rank]
         form = OutputForm.of(x)
         assert form is not None
         post.send(x, form, when)
@@ -52,7 +54,8 @@ def test_a_prediction_of_another_step_is_not_used() -> None:
 
     for rank, found in enumerate(on_threads(2, on_rank)):
         assert isinstance(found, ExchangeError)
-        assert f"rank {rank} is at guidance, step {rank}, call 0, rank {1 - rank} at step {1 - rank}" in str(found)
+        other = times[1 - rank]
+        assert f"rank {rank} is at {times[rank]}, rank {1 - rank} at step {other.step}, call {other.call}" in str(found)
 
 
 def test_a_scale_of_one_is_no_guidance() -> None:

@@ -22,7 +22,8 @@ from patchpar.launch import process as process_module
 from patchpar.launch import worker as worker_module
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.descriptors import receive_with_descriptors
-from patchpar.launch.messages import EncodedMessage
+from patchpar.launch.executor import CallAborted
+from patchpar.launch.messages import EncodedMessage, encode
 from patchpar.launch.process import ProcessWork
 from patchpar.launch.worker import Worker, WorkerContext
 
@@ -193,6 +194,26 @@ def worker_on(end: socket.socket) -> Worker:
     heartbeat: Any = SimpleNamespace(beat=None, waiting=contextlib.nullcontext(), show_work=lambda: None)
     channel = Channel(end)
     return Worker(channel, config, WorkerContext(config, channel, heartbeat))
+
+
+def test_a_worker_passes_over_what_was_for_an_earlier_call() -> None:
+    """A reply, the end of a call, and a message: they may come when the call that they were for has failed."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        context = worker_on(theirs)._context
+        context.request = 2
+        for request in (1, 2):
+            context.replies.put(ChannelFrame(FrameKind.REPLY, request, encode((True, request))))
+            context.messages.put(ChannelFrame(FrameKind.MESSAGE, request, encode(request)))
+        assert context.ask("what") == 2
+        assert [context.receive(0.0), context.receive(0.0), context.receive(0.0)] == [2, None, None]
+        context.request = 3
+        context.abort(ChannelFrame(FrameKind.ABORT, 2, encode([])))
+        context.replies.put(ChannelFrame(FrameKind.REPLY, 3, encode((True, "again"))))
+        assert context.ask("what") == "again"
+        context.abort(ChannelFrame(FrameKind.ABORT, 3, encode([])))
+        with pytest.raises(CallAborted, match="has failed on a rank"):
+            context.ask("what")
 
 
 @pytest.mark.parametrize("kind", [FrameKind.PING, FrameKind.HOLD])

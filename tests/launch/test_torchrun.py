@@ -6,6 +6,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,10 @@ import torch.distributed as dist
 
 from patchpar.errors import LaunchError
 from patchpar.launch.control_group import GroupControl
-from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.launch.executor import Callbacks
+from patchpar.launch.messages import unpack
+from patchpar.launch.torchrun import TorchrunContext, TorchrunExecutor, torchrun_world
+from patchpar.launch.torchrun_connection import TorchrunConnection
 from tests.forked import forked
 from tests.launch.conftest import TOY
 
@@ -222,6 +226,23 @@ def test_a_group_that_went_with_the_default_one_is_left_in_peace():
     control.leave()
     with pytest.raises(LaunchError, match="closed"):
         _ = control.group
+
+
+def test_other_ranks_are_told_of_a_reply_that_cannot_be_sent():
+    """They wait for the reply: between hosts rank 0 would go on to another collective than theirs."""
+
+    class Control:
+        sent = None
+
+        def broadcast(self, data):
+            self.sent = unpack(data)
+
+    control = Control()
+    context = TorchrunContext(0, ("cpu", "cpu"), TorchrunConnection(control))
+    context.callbacks = Callbacks(on_ask=lambda question: {question: threading.Lock()})
+    with pytest.raises(TypeError, match="lock") as found:
+        context.ask("what")
+    assert control.sent == (False, f"TypeError in the caller's on_ask: {found.value}")
 
 
 def test_outside_torchrun(monkeypatch):

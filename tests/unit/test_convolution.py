@@ -138,6 +138,7 @@ def test_arguments_of_a_call_give_its_output(
     torch.manual_seed(0)
     x, weight, bias = torch.randn(1, 4, 12, 10), torch.randn(6, 2, 3, 5), torch.randn(6)
     conv = ConvolutionArguments.of(weight, bias, padding=padding, dilation=dilation, groups=2)
+    assert [len(sizes) for sizes in (conv.stride, conv.padding, conv.dilation)] == [2, 2, 2]
     found = nn.functional.conv2d(x, weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
     wanted = nn.functional.conv2d(x, weight, bias, 1, padding, dilation, 2)
     torch.testing.assert_close(found, wanted, atol=0, rtol=0)

@@ -46,9 +46,7 @@ def test_a_gap_and_a_new_image_begin_anew() -> None:
     for evaluation in range(3):
         pace.step_ratio(evaluation, 1000.0 - 100 * evaluation)
     assert float(pace.step_ratio(4, 600.0)) == 0.0
-    for evaluation in (5, 6):
-        found = float(pace.step_ratio(evaluation, 1000.0 - 100 * evaluation))
-    assert found == 1.0
+    assert [float(pace.step_ratio(each, 1000.0 - 100 * each)) for each in (5, 6)] == [0.0, 1.0]
     pace.reset()
     assert float(pace.step_ratio(7, 400.0)) == 0.0
 

@@ -23,6 +23,7 @@ from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies.displaced import DisplacedPatch
+from patchpar.strategies.piped import PipedStages
 from tests.unit.threads import on_threads
 
 FORM = ("some", "shape")
@@ -51,7 +52,7 @@ def test_a_value_arrives_one_step_later() -> None:
             memory.begin(0, evaluation, FORM)
             slot = memory.entry("norm")
             found.append(values(slot.wait()))
-            slot.pending = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm")
+            slot.pending = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm", slot)
             memory.end()
         memory.settle()
         return found
@@ -64,7 +65,7 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         memory = memory_of(transport, bucket=3)
         memory.begin(0, 0, FORM)
         parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
-        waiting = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
+        waiting = [memory.send(each, "norm", memory.entry(f"norm {number}")) for number, each in enumerate(parts)]
         rounds = [memory.comm.traffic.rounds["bucket"]]
         memory.end()
         rounds.append(memory.comm.traffic.rounds["bucket"])
@@ -105,7 +106,7 @@ def test_a_late_value_names_the_exchange_point_that_waits_and_the_shapes() -> No
             return ""
         memory.begin(0, 0, FORM)
         slot = memory.entry("mid.norm")
-        slot.pending = memory.send(part(transport, 1.0), "mid.norm")
+        slot.pending = memory.send(part(transport, 1.0), "mid.norm", slot)
         memory.end()
         start = time.monotonic()
         with pytest.raises(ExchangeError) as caught:
@@ -306,6 +307,26 @@ def test_warm_up_is_counted_in_steps() -> None:
         return found
 
     assert on_threads(1, run) == [[True] * 4 + [False] * 2]
+
+
+def test_the_length_of_a_step_is_that_of_its_own_image() -> None:
+    """Whether the image before had timesteps or none; always in one tensor, which recorded steps read."""
+    known, unknown = (1000.0, 900.0, 850.0), (None, None, None)
+
+    def run(transport: Any) -> list[list[float]]:
+        clock, found = StepClock(), []
+        state = StaleState(Communicator(transport), PipedStages().policy, clock)
+        for times in (unknown, known, unknown, known):
+            clock.reset()
+            state.reset()
+            found.append([])
+            for time_of_step in times:
+                clock.next_call()
+                found[-1].append(state.step_ratio(None if time_of_step is None else torch.tensor(time_of_step)).item())
+                clock.tick()
+        return found
+
+    assert on_threads(1, run) == [[[0.0, 0.0, 1.0], [0.0, 0.0, 0.5]] * 2]
 
 
 def test_a_state_that_begins_anew_ends_its_exchanges_as_before() -> None:

@@ -89,6 +89,18 @@ def test_a_stride_reads_only_below(pad: tuple[int, int, int, int]) -> None:
     assert close(on_bands(lambda band: halved(rows_of(band, x, 2))), halved(x))
 
 
+@pytest.mark.parametrize("rows", [WORLD, ROWS])
+@pytest.mark.parametrize("pad", [(0, 1, 0, 1), (1, 0, 1, 0), (1, 1, 1, 1)])
+def test_a_stride_after_a_norm_reads_no_more_rows_than_are_padded(pad: tuple[int, int, int, int], rows: int) -> None:
+    """The norm brings a row of each neighbour, of which the padding may need one only; bands may be thin."""
+
+    def halved(x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(F.silu(F.group_norm(x, 2)), pad), weight(3), stride=2)
+
+    x = structured(1, 4, 2 * rows, 6)
+    assert close(on_bands(lambda band: halved(rows_of(band, x, 2)), rows=rows), halved(x))
+
+
 def test_rows_padded_twice_are_refused() -> None:
     x = structured(1, 4, ROWS, 5)
     with pytest.raises(UnsupportedModel, match="padded twice"):

@@ -183,7 +183,7 @@ class StaleCache:
         """Whether no exchange point of this call has a state yet."""
         return all(entry.state is None for entry in self._call.entries.values())
 
-    def send(self, part: ExchangePart, where: str, entry: StaleEntry | None = None) -> Callable[[], Received]:
+    def send(self, part: ExchangePart, where: str, entry: StaleEntry) -> Callable[[], Received]:
         """Send for the next step, in a bucket with others; see `MessageBucket.put`."""
         return self.bucket.put(part, where, entry)
 

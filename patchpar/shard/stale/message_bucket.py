@@ -36,7 +36,7 @@ class MessageBucket:
         self.memories: BucketMemories = {}
         """Those of the guidance call that runs."""
 
-    def put(self, part: ExchangePart, where: str, entry: Sender | None = None) -> Callable[[], Received]:
+    def put(self, part: ExchangePart, where: str, entry: Sender) -> Callable[[], Received]:
         """Add a part; return a function that waits for its received values. Its tensors must not change afterwards.
 
         `entry`: the exchange point that adds it, which has read its stale values. Its own value, if it is sent, becomes
@@ -57,23 +57,20 @@ class MessageBucket:
         """Send the collected parts."""
         if not self._parts:
             return
-        entries = [ticket.entry for ticket in self._tickets if ticket.entry is not None]
-        memory = None
-        if len(entries) == len(self._tickets):
-            if len(self.memories) >= MOST_MEMORIES:
-                self.memories.clear()
-            memory = self.memories.setdefault(tuple(map(id, entries)), MessageMemory())
+        entries = [ticket.entry for ticket in self._tickets]
+        if len(self.memories) >= MOST_MEMORIES:
+            self.memories.clear()
+        memory = self.memories.setdefault(tuple(map(id, entries)), MessageMemory())
         exchange = self._comm.exchange(where, self._parts, label="bucket", bulk=True, memory=memory)
         for ticket in self._tickets:
             ticket.exchange = exchange
-        if memory is not None:
-            for entry in entries:
-                entry.own = None if entry.own is None else memory.sent(entry.own)
+        for entry in entries:
+            entry.own = None if entry.own is None else memory.sent(entry.own)
         self.empty()
 
 
 class _Ticket:
-    def __init__(self, index: int, where: str, entry: Sender | None) -> None:
+    def __init__(self, index: int, where: str, entry: Sender) -> None:
         self.index, self.where, self.entry, self.exchange = index, where, entry, None
 
     exchange: Work[list[Received]] | None

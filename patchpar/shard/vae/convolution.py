@@ -61,12 +61,12 @@ def _convolve_padded(
 
     def fetch() -> Halo:
         halo = beyond.halo()
-        needed = None if halo.after is None else halo.after.narrow(band.dim, 0, stencil.after)
+        above = halo.before if before else None  # a norm brings a row of each side
+        below = None if halo.after is None else halo.after.narrow(band.dim, 0, stencil.after)
         if _copies(band, conv, own, stencil):  # at an edge of the image the padded rows are read
-            top = x.narrow(band.dim, 0, before) if halo.before is None else halo.before
-            bottom = x.narrow(band.dim, x.shape[band.dim] - after, stencil.after) if needed is None else needed
-            return Halo(top, bottom)
-        return Halo(halo.before, needed)
+            above = x.narrow(band.dim, 0, before) if above is None else above
+            below = x.narrow(band.dim, x.shape[band.dim] - after, stencil.after) if below is None else below
+        return Halo(above, below)
 
     return _finish(band, function, (x, own), conv, stencil, fetch)
 
