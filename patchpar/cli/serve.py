@@ -251,13 +251,15 @@ def _loras(texts: "list[str] | None") -> "tuple[RegisteredLora, ...]":
 
 def _quality(request: ServeFlags) -> dict[str, int]:
     """Return steps by quality. Raises PlanError for text of another form, and more steps than are made."""
-    found = {}
+    found = dict[str, int]()
     for part in request.quality.split(",") if request.quality else ():
         name, _, steps = part.strip().partition("=")
         if not (steps.isascii() and steps.isdigit()):
             raise PlanError(f"--quality {request.quality}: write it as low=8,high=30, with numbers of steps")
         if int(steps) > request.max_steps:
             raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
+        if name in found:
+            raise PlanError(f"--quality {request.quality} has {name} twice: once is enough")
         found[name] = int(steps)
     return found
 

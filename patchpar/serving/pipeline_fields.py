@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from patchpar.serving.request_error import RequestError, nearest
@@ -95,10 +96,10 @@ def from_texts(kind: type[F], values: dict[str, str]) -> F:
 def _loras_of(kind: type[F], text: str) -> list[LoraField] | None:
     """Return the LoRAs of a form's field. Raises RequestError, and ValidationError that names the field."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = json.dumps({"prompt": "any", "lora": pydantic_core.from_json(text)})
+    except ValueError:
         raise RequestError('lora: write it as JSON, such as [{"name": "ink", "scale": 0.8}]', param="lora") from None
-    return kind.model_validate_json(json.dumps({"prompt": "any", "lora": found})).lora
+    return kind.model_validate_json(found).lora
 
 
 def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError:

@@ -484,7 +484,15 @@ def test_ranks_that_share_a_step_are_priced_by_the_link_between_them(folder: Pat
 
 
 @pytest.mark.parametrize(
-    "text", ["step", "step=a,decode=1", "step=1", "step=1,decode=1,colour=2", "step=1,decode=1,rate=0"]
+    "text",
+    [
+        "step",
+        "step=a,decode=1",
+        "step=1",
+        "step=1,decode=1,colour=2",
+        "step=1,decode=1,rate=0",
+        "step=1,decode=1,step=2",
+    ],
 )
 def test_costs_that_are_none(text: str) -> None:
     with pytest.raises(PlanError, match=f"--costs {text}"):

@@ -181,6 +181,8 @@ def test_what_is_refused(tiny: Tiny) -> None:
         ({"space": "v"}, "space='v': use None, x0, eps"),
         ({"switch": 0.0}, "switch=0: windows run below it"),
         ({"weight": 2.0}, "weight=2.0: it is a number from 0 to 1"),
+        ({"overlap": None}, "overlap=None: it is a number from 0 to 0.9"),  # no preset has a value for these
+        ({"context": None}, "context=None: it is a number from 0 to 1"),
         ({"lag": 2}, "lag=2: use 0, 1"),
         ({"native": 3}, "native=3: it is a side in pixels"),
     ],

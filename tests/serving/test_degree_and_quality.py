@@ -115,7 +115,12 @@ def test_the_name_is_a_hub_id_or_the_last_part_of_a_path(tmp_path: Path, monkeyp
 def test_bad_flags() -> None:
     assert _quality(ServeFlags(model="m", quality="low=8, high=30")) == {"low": 8, "high": 30}
     assert _quality(ServeFlags(model="m")) == {}
-    for text, reason in (("low", "low=8,high=30"), ("low=x", "low=8,high=30"), ("low=151", "--max-steps")):
+    for text, reason in (
+        ("low", "low=8,high=30"),
+        ("low=x", "low=8,high=30"),
+        ("low=151", "--max-steps"),
+        ("low=8,low=9", "low twice: once is enough"),
+    ):
         with pytest.raises(PlanError, match=reason):
             _quality(ServeFlags(model="m", quality=text))
     for wrong in ({"best": 8}, {"auto": 8}, {"low": 0}):

@@ -61,11 +61,22 @@ def test_head_of_events_ends_at_once(client: Any, app: Any, fake: Any, service: 
     assert not service.metrics.unsent.names
 
 
-def test_head_of_a_route_without_get_names_its_methods(client: Any) -> None:
-    for method, path in (("HEAD", "/v1/images/generations"), ("GET", "/v1/images/generations"), ("PUT", "/version")):
-        answer = client.request(method, path)
-        assert answer.status_code == 405
-        assert answer.headers["allow"] == ("GET" if path == "/version" else "POST")
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("HEAD", "/v1/images/generations", "POST"),
+        ("GET", "/v1/images/generations", "POST"),
+        ("PUT", "/version", "GET, HEAD"),
+        ("OPTIONS", "/v1/jobs/job_1", "DELETE, GET, HEAD"),  # two routes of one path
+        ("PUT", "/v1/videos?limit=1", "GET, HEAD, POST"),
+    ],
+)
+def test_a_method_that_a_path_has_not_is_refused_with_all_that_it_has(
+    client: Any, method: str, path: str, allowed: str
+) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == allowed
 
 
 def test_head_counts_as_its_route(client: Any) -> None:

@@ -101,7 +101,16 @@ def test_the_same_request_twice_is_one_job(client: Any, fake: FakeGenerator) -> 
 
 
 @pytest.mark.parametrize(
-    ("query", "param"), [("limit=0", "limit"), ("limit=a", "limit"), ("order=up", "order"), ("after=job_1", "after")]
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=a", "limit"),
+        ("limit=0000000019999", "limit"),
+        (f"limit=000000001{'9' * 5000}", "limit"),  # more digits than Python reads
+        ("order=up", "order"),
+        ("after=job_1", "after"),
+    ],
+    ids=lambda text: text[:24],
 )
 def test_bad_lists(client: Any, query: str, param: str) -> None:
     response = client.get(f"/v1/jobs?{query}")

@@ -179,7 +179,8 @@ def test_a_form_has_them_as_json() -> None:
     found = parse_edit({"prompt": "a", "lora": json.dumps([{"name": "ink", "scale": 0.8}])})
     assert found.lora is not None
     assert (found.lora[0].name, found.lora[0].scale) == ("ink", 0.8)
-    for text, param in (("ink", "lora"), ("[" * 5000, "lora"), ('[{"nam": "ink"}]', "lora.0.nam")):
+    half = '[{"name": "\\ud800"}]'  # of an emoji that was cut in two
+    for text, param in (("ink", "lora"), ("[" * 5000, "lora"), (half, "lora"), ('[{"nam": "ink"}]', "lora.0.nam")):
         with pytest.raises(RequestError) as raised:
             parse_edit({"prompt": "a", "lora": text})
         assert raised.value.param == param

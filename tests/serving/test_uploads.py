@@ -231,6 +231,22 @@ def test_a_form_has_so_much_and_is_read_no_further(begun: Any, form: dict[str, s
     assert error_of(response, 400)["code"] == "invalid_form"
 
 
+@pytest.mark.parametrize("lost", [1, 2, 9, 40], ids="{} bytes".format)
+def test_a_form_that_was_cut_off_is_refused(begun: Any, lost: int) -> None:
+    """Else the fields that were lost would count as left out, and the image be another one than was asked for."""
+    client, _ = begun
+    fields = {"n": "2", **FORM, "seed": "7"}
+    parts = [f'--cut\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{fields[name]}\r\n' for name in fields]
+    image = b'--cut\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n' + png() + b"\r\n"
+    whole, headers = image + "".join(parts).encode() + b"--cut--", {"Content-Type": "multipart/form-data; boundary=cut"}
+    assert client.post(EDITS, content=whole, headers=headers).status_code == 200
+    error = error_of(client.post(EDITS, content=whole[:-lost], headers=headers), 400)
+    assert (error["code"], error["message"]) == (
+        "invalid_form",
+        "the body is no whole form: it ends before its last boundary: send all of it",
+    )
+
+
 def test_a_field_that_is_there_twice(begun: Any) -> None:
     client, _ = begun
     error = error_of(client.post(EDITS, data={"prompt": ["a fox", "a cat"]}, files={"image": png()}), 400)

@@ -44,9 +44,11 @@ def number_of(devices: str) -> int:
 
 def parse_costs(text: str) -> dict[str, float]:
     """Parse costs such as `step=0.265,decode=0.15,rate=25`, in seconds and GB/s. Raises PlanError."""
-    found = {}
+    found = dict[str, float]()
     for part in text.split(","):
         name, _, value = (word.strip() for word in part.partition("="))
+        if name in found:
+            raise PlanError(f"--costs {text} has {name} twice: once is enough")
         try:
             found[name] = float(value)
         except ValueError:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from patchpar.serving.http.access import RequestGuard, error_response
 from patchpar.serving.http.admin import add_admin
@@ -129,5 +130,14 @@ async def _no_route(request: Request, error: Exception) -> Response:
     reason = f"{request.method} {request.url.path[:200]}: {error.detail}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
     answer = error_response(RequestError(reason, status=error.status_code, code=code))
-    answer.headers.update(error.headers or {})  # `Allow`, where it is the method
+    answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        answer.headers["Allow"] = ", ".join(_methods_of(request))
     return answer
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of all routes of a path (RFC 9110, section 15.5.6); Starlette knows those of the first."""
+    routes = (each for each in request.app.routes if isinstance(each, Route))
+    found = {name for each in routes if each.matches(request.scope)[0] is not Match.NONE for name in each.methods or ()}
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))

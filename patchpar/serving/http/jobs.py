@@ -101,7 +101,7 @@ def page_of(request: Request, kept: Sequence[KeptJob], view: Callable[[KeptJob],
     order, limit = query.get("order", "desc"), query.get("limit", str(PAGE))
     if order not in ("asc", "desc"):
         raise RequestError(f"order={order[:40]!r}: use asc or desc", param="order")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_PAGE)) and 1 <= int(limit) <= MAX_PAGE):
         raise RequestError(f"limit={limit[:40]!r}: use 1 to {MAX_PAGE}", param="limit")
     ordered = list(kept) if order == "asc" else list(kept)[::-1]
     after = query.get("after")

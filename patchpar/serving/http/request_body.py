@@ -77,7 +77,7 @@ async def read_form(request: Request, most: int) -> FormBody:
     _check_kind(request, FORM)
     check_origin(request)
     _check_length(request, most)
-    parser = MultiPartParser(
+    parser = _FormParser(
         request.headers, _limited(request, most), max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT
     )
     try:
@@ -89,6 +89,10 @@ async def read_form(request: Request, most: int) -> FormBody:
     values: dict[str, str] = {}
     files: dict[str, tuple[bytes, ...]] = {}
     try:
+        if not parser.is_whole:
+            raise RequestError(
+                "the body is no whole form: it ends before its last boundary: send all of it", code="invalid_form"
+            )
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
                 files[name] = (*files.get(name, ()), await value.read())
@@ -115,6 +119,15 @@ def check_origin(request: Request) -> None:
     """Raise RequestError, 403, if a browser says that a page of another site sends this."""
     if not is_own_origin(request):
         raise RequestError("a page of another site may not send this", status=403, code="foreign_origin")
+
+
+class _FormParser(MultiPartParser):
+    """Knows whether the last boundary has come: a form that is cut off lacks fields, which would count as left out."""
+
+    is_whole = False
+
+    def on_end(self) -> None:
+        self.is_whole = True
 
 
 def _check_kind(request: Request, wanted: str) -> None:

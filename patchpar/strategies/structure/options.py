@@ -114,7 +114,8 @@ class StructureGuidance:
         if self.guide == "flow" and self.renoised:
             raise PlanError(f"{self.name}: renoised=true does not change the latent of guide=flow: use guide=anchor")
         for option, most in MOST.items():
-            if (value := getattr(self, option)) is not None and not is_number(value, 0, most):
+            value = getattr(self, option)
+            if not is_number(value, 0, most) and (value is not None or option in ("overlap", "context")):
                 raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
         self._check_counts()
         if self.switch == 0:
