@@ -64,6 +64,11 @@ class SharedDenoiser:
         self._parameters = tuple(inspect.signature(type(self.denoiser).forward).parameters)[1:]
 
     @property
+    def token_counts(self) -> tuple[int, ...]:
+        """The numbers of tokens of all ranks in the running call, as far as it has come; none in bands."""
+        return ()
+
+    @property
     def together(self) -> AxisComm:
         """All ranks that a plain call takes, at least those of the mesh: they make as many of them."""
         return self.foreign.together

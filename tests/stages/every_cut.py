@@ -87,7 +87,7 @@ class CutNetwork:
         part = held(network) / whole
         stages.exchange = "off"
         alone = equal(stages.denoise(network.forward, **call()), self._wanted)
-        (layout,) = stages._layouts[0][1].values()
+        (layout,) = stages._layouts[0][1]
         blocks = len(layout.own_calls(axis.rank))
         stages.restore()
         restored = same_state(network, before)

@@ -53,7 +53,7 @@ def diffusers_network(this: PoolRank, name: str, folder: str | None) -> dict[str
         stages.comm.traffic.clear()
         found.append(equal(stages.denoise(network.forward, **call()), wanted))
         sent.append({kind: count for kind, count in stages.comm.traffic.bytes_sent.items() if count})
-    (layout,) = stages._layouts[0][1].values()
+    (layout,) = stages._layouts[0][1]
     kept = held(network)
     stages.exchange = "off"
     wrong = equal(stages.denoise(network.forward, **call()), wanted)
@@ -123,10 +123,7 @@ def two_forms(this: PoolRank) -> list[bool]:
 @torch.no_grad()
 def other_lengths(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
     """Calls whose arguments have the same shapes, and a mask that says how long each text is, which blocks see."""
-    entry = TRANSFORMERS[name]
-    network, call = replace(entry, config=entry.config | DEEP[name]).build(), partial(entry.call, 0)
-    given = one_sample(call()) if name.startswith("Hunyuan") else call()  # of several it keeps all tokens
-    calls = [{**given, "encoder_attention_mask": mask} for mask in masks_like(given["encoder_attention_mask"])]
+    network, calls = of_lengths(name)
     wanted = [network(**each) for each in calls]
     stages = staged(this, network, folder)
     order = (0, 1, 0, 1, 2, 0, 1, 2)
@@ -141,6 +138,14 @@ def other_lengths(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
     return {"equal": found, "equal without exchange": wrong, "held": kept / held(network), "error": stages.error}
 
 
+def of_lengths(name: str) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """A network of many blocks, and arguments of the same shapes with texts of three lengths."""
+    entry = TRANSFORMERS[name]
+    network, call = replace(entry, config=entry.config | DEEP[name]).build(), partial(entry.call, 0)
+    given = one_sample(call()) if name.startswith("Hunyuan") else call()  # of several it keeps all tokens
+    return network, [{**given, "encoder_attention_mask": mask} for mask in masks_like(given["encoder_attention_mask"])]
+
+
 def one_sample(call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the first sample [1, ...] of a batch."""
     shared = ("indices_latents", "indices_latents_clean", "indices_latents_history_2x", "indices_latents_history_4x")
@@ -148,10 +153,13 @@ def one_sample(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def masks_like(mask: Tensor) -> list[Tensor]:
-    """Masks [B, T] of three longest texts; with the last two of them all texts are of one length."""
+    """Masks [B, T] of three longest texts; with the last two of them all texts are of one length.
+
+    Of these, one of two patches has as many tokens of either.
+    """
     found = [mask.clone(), torch.zeros_like(mask), torch.zeros_like(mask)]
     found[1][:, :7] = 1
-    found[2][:, :5] = 1
+    found[2][:, :6] = 1
     return found
 
 
@@ -173,7 +181,7 @@ def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_seconds, "time", clock)
         found = [equal(stages.denoise(network.forward, x), wanted) for _ in range(2)]
-    ((cuts,),) = ([each.cuts for each in layouts.values()] for _, layouts in stages._layouts)
+    ((cuts,),) = ([each.cuts for each in layouts] for _, layouts in stages._layouts)
     stages.restore()
     return {"equal": found, "cuts": cuts}
 

@@ -86,7 +86,7 @@ def layouts_of(denoiser: Any) -> list[StageLayout]:
     """How calls on patches are divided, and whole ones; none without stages."""
     if not isinstance(denoiser, StagedPatches):
         return []
-    return [denoiser._known[0][1], *denoiser.stages._layouts[0][1].values()]
+    return [*denoiser._known[0][1], *denoiser.stages._layouts[0][1]]
 
 
 def carried_by(layout: StageLayout, stage: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -20,14 +20,16 @@ from patchpar.models.info import describe
 from patchpar.pipeline.validate import check_plan
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
 from patchpar.shard.stages.block_hooks import Recorder
 from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.fresh_edges import FreshEdges
 from tests import tiny
 from tests.breadth import first_of
-from tests.stages.on_ranks import built
+from tests.stages.on_ranks import DEEP, _no_memory, built, held, of_lengths
 from tests.stages.on_threads import OfRank, divided, in_stages
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
@@ -114,8 +116,10 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
     """What a function returns of a network in two stages of two patches, on each of four ranks."""
     monkeypatch.setattr("patchpar.shard.stages.denoiser.seconds_of_blocks", lambda *_: [])  # threads measure others
 
-    def run(function: Callable[..., Any], *, verified: bool = True) -> list[Any]:
-        networks = [built(NETWORKS[0]) for _ in range(4)]
+    def run(
+        function: Callable[..., Any], *, verified: bool = True, make: Any = lambda: built(NETWORKS[0])
+    ) -> list[Any]:
+        networks = [make() for _ in range(4)]
 
         @torch.no_grad()
         def on_rank(transport: Any) -> Any:
@@ -201,6 +205,41 @@ def test_other_blocks_of_patches_than_of_whole_images(four: Any, monkeypatch: py
     for found in four(on_rank, verified=False):
         assert isinstance(found, UnsupportedModel), found
         assert "the stages compute different patches of FluxTransformer2DModel, or other blocks" in str(found)
+
+
+@pytest.mark.parametrize("name", first_of([*DEEP], "Lumina2Transformer2DModel"))
+def test_texts_of_other_lengths_in_arguments_of_the_same_shapes(four: Any, name: str) -> None:
+    """Also where only one of the patches gets another number of tokens: the other one would wait for it."""
+
+    def on_rank(network: Any, calls: Any, denoiser: Any) -> tuple[list[bool], float]:
+        whole = held(network)
+        found = [denoiser.denoise(network.forward, **each)[0] for each in calls]
+        with patch.object(denoiser.stages._weights, "gather", _no_memory):  # what is known needs no other weights
+            found += [denoiser.denoise(network.forward, **each)[0] for each in calls]
+        part = held(network) / whole
+        denoiser.stages.gather()
+        wanted = [denoiser.patched.denoise(network.forward, **each)[0] for each in calls]
+        return list(map(torch.equal, found, wanted * 2)), part
+
+    for equal, part in four(on_rank, make=lambda: of_lengths(name)):
+        assert equal == [True] * 6
+        assert part < 1
+
+
+def test_texts_of_other_lengths_are_refused_with_old_values(four: Any) -> None:
+    """On all ranks, though only one of the patches gets another number of tokens."""
+
+    def on_rank(network: Any, calls: Any, denoiser: Any) -> None:
+        stale = FreshEdges().install(
+            network, denoiser.stages.comm, denoiser.patched.mesh[1], clock=StepClock(), verifications=None
+        )
+        denoiser = StagedPatches(stale, denoiser.stages, denoiser._together)
+        denoiser.denoise(network.forward, **calls[1])
+        denoiser.denoise(network.forward, **calls[2])
+
+    for found in four(on_rank, make=lambda: of_lengths("Lumina2Transformer2DModel")):
+        assert isinstance(found, UnsupportedModel), found
+        assert "gives layers.0 other shapes, other than at the first call" in str(found)
 
 
 def test_a_split_that_calls_the_network_twice_is_refused(four: Any) -> None:

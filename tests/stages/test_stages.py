@@ -118,7 +118,7 @@ def test_networks_that_are_hard_to_divide(ranks: Any, tmp_path: Path, name: str)
         ("compiled", "UnsupportedModel: Chain has compiled modules (blocks.0)"),
         ("no blocks", "UnsupportedModel: Chain has no list of blocks"),
         ("an object", "UnsupportedModel: blocks.1 of Chain returns a tuple with more than tensors"),
-        ("a step cache", "UnsupportedModel: FirstBlockCacheConfig skips blocks"),
+        ("a step cache", "UnsupportedModel: FirstBlockCacheConfig skips blocks, or parts of them, by what it has kept"),
         ("state in arguments", "UnsupportedModel: KeepsState writes to a cache among its arguments"),
         ("a cache of tensors", "UnsupportedModel: FillsACache writes to a cache among its arguments"),
     ],

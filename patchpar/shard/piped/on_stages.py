@@ -196,7 +196,7 @@ class PipedOnStages(PipedDenoiser):
 
     def _whole(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         assert self._now is not None
-        stage = self.stages.new_pass(self._now.whole)
+        stage = self.stages.new_pass([self._now.whole])
         through = self.stages.through(stage, forward)
         found = self._whole_here(through, *map_leaves(_whole, args), **map_leaves(_whole, kwargs))
         return stage.finish(found)
@@ -206,7 +206,7 @@ class PipedOnStages(PipedDenoiser):
         assert now is not None
         pending = [x for x in leaves((args, kwargs)) if isinstance(x, BandedTensor)]
         args, kwargs = map_leaves(_buffer, args), map_leaves(_buffer, kwargs)
-        passes = [self.stages.new_pass(layout, f"piece {piece}") for piece, layout in enumerate(now.of_pieces)]
+        passes = [self.stages.new_pass([layout], f"piece {piece}") for piece, layout in enumerate(now.of_pieces)]
         comm, axis = self.mesh
         if collectives_of(comm.transport, axis.ranks) is None:  # in one queue, pieces would be sent after all have come
             for each in passes:

@@ -17,6 +17,8 @@ from patchpar.shard.weights.packed import blocks_of
 
 HOOK = "patchpar_stage"
 Run = partial[Any]
+GivenTo = Callable[[Run], Given]
+"""What the block is given that the argument runs. It changes on all ranks that call a block together, or on none."""
 OnCall = Callable[[int, str, Run], Any]
 """What a block call returns, from its number, the path of the block, and a function that runs it."""
 
@@ -71,13 +73,13 @@ class Recorder:
     Dynamo keeps of the failure breaks later calls.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, given: GivenTo = given_to) -> None:
         self.calls: list[RecordedCall] = []
-        self._network = network
+        self._network, self._given = network, given
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Run a block. Raises UnsupportedModel for an output that cannot be sent."""
-        given = given_to(run)
+        given = self._given(run)
         with _multiplications(self._network.get_submodule(path)) as counts:
             output = run()
         form = OutputStructure.of(output)

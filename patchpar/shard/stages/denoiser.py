@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,10 +21,10 @@ from patchpar.comm.pytree import tensors_in
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.shard.argument_changes import held_by, written
 from patchpar.shard.foreign.refusals import refuse_untrusted
-from patchpar.shard.stages.block_hooks import BlockHooks, OnCall, Recorder
+from patchpar.shard.stages.block_hooks import BlockHooks, GivenTo, OnCall, Recorder, given_to
 from patchpar.shard.stages.block_outputs import Placeholders
 from patchpar.shard.stages.block_seconds import seconds_of_blocks
-from patchpar.shard.stages.layout import Given, StageLayout
+from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch, Plain
 from patchpar.shard.stages.stage_pass import OtherShapes, StagePass
@@ -63,7 +63,7 @@ class StagedDenoiser:
         self.mesh, (self.comm, self.axis) = mesh, mesh
         self.exchange, self.unsure = "on", False
         self.error: float | None = None
-        self._layouts: list[tuple[Any, dict[Given, StageLayout]]] = []  # with the signature of calls
+        self._layouts: list[tuple[Any, list[StageLayout]]] = []  # with the signature of calls
         self._hooks: BlockHooks | None = None
         self.hosted: ShardedWeights | None = None
         """The weights, if blocks are in host memory; set it before the first call."""
@@ -84,8 +84,7 @@ class StagedDenoiser:
         layouts = self._layouts_for(forward, call)
         with suppress(OtherShapes):
             return self._run(layouts, forward, call)
-        layout = self._prepare(forward, call, self._first(layouts))
-        layouts[layout.given] = layout
+        layouts.append(self._prepare(forward, call, layouts[0]))
         return self._run(layouts, forward, call)
 
     def layout_for(self, forward: Forward, call: Call) -> StageLayout:
@@ -94,22 +93,18 @@ class StagedDenoiser:
         After the first all weights are here, or come from host memory; from the second on those of own blocks are
         here. Raises as `denoise`.
         """
-        return self._first(self._layouts_for(forward, call))
+        return self._layouts_for(forward, call)[0]
 
-    def _first(self, layouts: Mapping[Given, StageLayout]) -> StageLayout:
-        return next(iter(layouts.values()))
-
-    def _layouts_for(self, forward: Forward, call: Call) -> dict[Given, StageLayout]:
+    def _layouts_for(self, forward: Forward, call: Call) -> list[StageLayout]:
         if self.unsure and self._watched.has_changed:
             self.restore()
         self.unsure, signature = False, call_signature(call)
         found = next((each for each in self._layouts if each[0] == signature), None)
         if found is None:
-            layout = self._prepare(forward, call)
-            found = (signature, {layout.given: layout})
+            found = (signature, [self._prepare(forward, call)])
             self._layouts.append(found)
         else:
-            self.release(self._first(found[1]))
+            self.release(found[1][0])
         return found[1]
 
     def gather(self) -> None:
@@ -125,12 +120,10 @@ class StagedDenoiser:
         with self._weights.set_aside(layout.holders()):
             yield
 
-    def new_pass(self, layout: StageLayout, name: str = "") -> StagePass:
-        """Return what is called for the block calls of one pass, in errors called by `name`."""
-        return self._new_pass({layout.given: layout}, name)
-
-    def _new_pass(self, layouts: Mapping[Given, StageLayout], name: str = "") -> StagePass:
-        return StagePass(self.mesh, layouts, self._placeholders, name, alone=self.exchange == "off")
+    def new_pass(self, layouts: Sequence[StageLayout], name: str = "", given: GivenTo = given_to) -> StagePass:
+        """Return what is called for the block calls of one pass, in errors called by `name`. See `StagePass`."""
+        known = {layout.given: layout for layout in layouts}
+        return StagePass(self.mesh, known, self._placeholders, name, alone=self.exchange == "off", given=given)
 
     def through(self, on_call: OnCall, forward: Forward) -> Forward:
         """Return `forward` with its block calls given to `on_call`, which checks their number if it is a StagePass."""
@@ -145,8 +138,8 @@ class StagedDenoiser:
 
         return run
 
-    def _run(self, layouts: Mapping[Given, StageLayout], forward: Forward, call: Call) -> Any:
-        stage, (args, kwargs) = self._new_pass(layouts), call
+    def _run(self, layouts: Sequence[StageLayout], forward: Forward, call: Call) -> Any:
+        stage, (args, kwargs) = self.new_pass(layouts), call
         return stage.finish(self.through(stage, forward)(*args, **kwargs))
 
     def release(self, layout: StageLayout) -> None:
@@ -247,7 +240,7 @@ class StagedDenoiser:
     def _compared(self, layout: StageLayout, forward: Forward, call: Call, wanted: Any) -> Any:
         """Run in stages, with NaN in what this stage does not have, and compare with the whole run bit for bit."""
         with torch.no_grad(), self.as_released(layout):
-            found = self._run({layout.given: layout}, forward, self._copied(call))
+            found = self._run([layout], forward, self._copied(call))
         pairs = zip(tensors_in(found), tensors_in(wanted), strict=True)
         yield [Comparison(max((_difference(x, y) for x, y in pairs), default=0.0), 0.0)]
 

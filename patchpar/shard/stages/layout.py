@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from patchpar.comm.transport import TensorSpec
 from patchpar.shard.stages.block_outputs import OutputStructure
 
-Given = tuple[TensorSpec, ...]
-"""The tensors that a block is given."""
+Given = tuple[TensorSpec | int, ...]
+"""The tensors that a block is given; of a patch also the numbers of tokens of all patches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ Within a stage patches exchange what their strategy says, in the stage's own blo
 values that are remembered, are divided by the stages, and activations by the patches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,9 +22,10 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.stages.block_hooks import Recorder
+from patchpar.shard.stages.block_hooks import Recorder, Run, given_to
 from patchpar.shard.stages.denoiser import StagedDenoiser
-from patchpar.shard.stages.layout import StageLayout
+from patchpar.shard.stages.layout import Given, StageLayout
+from patchpar.shard.stages.stage_pass import OtherShapes
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
@@ -49,7 +51,7 @@ class StagedPatches:
     def __init__(self, patched: SharedDenoiser, stages: StagedDenoiser, together: AxisComm) -> None:
         self.patched, self.stages, self._together = patched, stages, together
         stages.together = together
-        self._known: list[tuple[Any, StageLayout]] = []  # by the signature of calls
+        self._known: list[tuple[Any, list[StageLayout]]] = []  # by the signature of calls
 
     @property
     def denoiser(self) -> nn.Module:
@@ -89,14 +91,23 @@ class StagedPatches:
         self.stages.unsure, signature = False, call_signature((args, kwargs))
         found = next((each for each in self._known if each[0] == signature), None)
         if found is None:
-            found = (signature, self._prepare(forward, (args, kwargs)))
+            found = (signature, [self._prepare(forward, (args, kwargs))])
             self._known.append(found)
-        self.stages.release(found[1])
-        return self._in_stages(found[1], self.patched.denoise, forward, (args, kwargs))
+        layouts = found[1]
+        self.stages.release(layouts[0])
+        with suppress(OtherShapes) if self.history is None else nullcontext():  # which has begun a step by then
+            return self._in_stages(layouts, self.patched.denoise, forward, (args, kwargs))
+        layouts.append(self._prepare(forward, (args, kwargs)))
+        self.stages.release(layouts[0])
+        return self._in_stages(layouts, self.patched.denoise, forward, (args, kwargs))
 
-    def _in_stages(self, layout: StageLayout, run: Forward, forward: Forward, call: Call) -> Any:
+    def _given(self, run: Run) -> Given:
+        """Return what a block is given for this patch, and the numbers of tokens of all, some of which may change."""
+        return (*given_to(run), *self.patched.token_counts)
+
+    def _in_stages(self, layouts: Sequence[StageLayout], run: Forward, forward: Forward, call: Call) -> Any:
         """Return the output of `run`, which calls a forward once, with the blocks of this stage only."""
-        stage, (args, kwargs) = self.stages.new_pass(layout), call
+        stage, (args, kwargs) = self.stages.new_pass(layouts, given=self._given), call
         once = _Once(self.stages.through(stage, forward), type(self.denoiser).__name__)
         return stage.finish(run(once, *args, **kwargs))
 
@@ -107,7 +118,7 @@ class StagedPatches:
         whole = self.stages.layout_for(forward, call)
         self.stages.gather()  # it may know such calls from a comparison
         self.patched.prepare(forward, *call[0], **call[1])
-        recorder, own = Recorder(self.denoiser), CallArguments.of(self.denoiser, *call).cloned()
+        recorder, own = Recorder(self.denoiser, self._given), CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad():
             wanted = self.patched.exactly(self.stages.through(recorder, forward), *own.args, **own.kwargs)
         layout = replace(whole, calls=tuple(recorder.calls))
@@ -128,6 +139,7 @@ class StagedPatches:
         (comm, axis), patches = self.stages.mesh, self.patched.mesh[1].size
         strategy = self.patched.policy.name
         split: dict[str, Any] = {"stages": axis.size, "cuts": str(layout), "patches": patches, "strategy": strategy}
+        split["tokens"] = str([each for each in layout.given if isinstance(each, int)])
         facts = facts_of(self.denoiser, comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} in {axis.size} stages of {patches} patches ({layout})"
         compare = partial(self._compared, layout, forward, call, wanted)
@@ -137,7 +149,7 @@ class StagedPatches:
         """Run with NaN in what this stage does not have."""
         own = CallArguments.of(self.denoiser, *call).cloned()
         with torch.no_grad(), self.stages.as_released(layout):
-            found = self._in_stages(layout, self.patched.exactly, forward, (own.args, own.kwargs))
+            found = self._in_stages([layout], self.patched.exactly, forward, (own.args, own.kwargs))
         pairs = list(zip(floats_in(found), floats_in(wanted), strict=True))
         limit = rounding_limit(y for _, y in pairs)  # keys of others may be added as they arrive
         yield [Comparison(max(relative_error(x, y) for x, y in pairs), limit)]

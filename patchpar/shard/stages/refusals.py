@@ -32,8 +32,8 @@ def refuse_for_stages(denoiser: nn.Module) -> None:
         )
     if cache is not None:
         raise UnsupportedModel(
-            f"{cache} skips blocks by what it sees in the first of them, which other stages do not run: call "
-            "disable_cache() of the network, or use stage=1"
+            f"{cache} skips blocks, or parts of them, by what it has kept of any of them, of which each stage runs "
+            "some: call disable_cache() of the network, or use stage=1"
         )
 
 

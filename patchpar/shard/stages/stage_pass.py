@@ -8,7 +8,7 @@ from torch import Tensor
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.transport import Messages, Work
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.stages.block_hooks import Run, given_to
+from patchpar.shard.stages.block_hooks import GivenTo, Run, given_to
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
 from patchpar.shard.stages.layout import Given, StageLayout
 
@@ -22,8 +22,8 @@ class OtherShapes(UnsupportedModel):
 class StagePass:
     """Called for each block call of one pass. `alone`: stages receive zeros, a negative control.
 
-    `layouts`: by what the first block that only one stage runs is given, all with the same cuts. `name`: of the pass,
-    in errors, where a denoiser call has several.
+    `layouts`: by what the first block that only one stage runs is given, all with the same cuts; `given` finds that.
+    `name`: of the pass, in errors, where a denoiser call has several.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class StagePass:
         name: str = "",
         *,
         alone: bool,
+        given: GivenTo = given_to,
     ) -> None:
         (self._comm, self._axis), self._layouts, self._alone = mesh, layouts, alone
+        self._given = given
         self._layout = layout = next(iter(layouts.values()))
         self._suffix = f", {name}" if name else ""
         self._arriving: Work[Messages] | None = None
@@ -47,7 +49,7 @@ class StagePass:
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Return the output of a block. Raises OtherShapes, UnsupportedModel, ExchangeError."""
         if number == self._layout.first:
-            self._choose(given_to(run))
+            self._choose(self._given(run))
         layout = self._layout
         if number >= len(layout.calls) or layout.calls[number].path != path:
             raise self._otherwise(f"calls {path} as block {number}")

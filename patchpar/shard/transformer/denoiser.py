@@ -34,10 +34,7 @@ log = logging.getLogger(__name__)
 class TokenDenoiser(SharedDenoiser):
     """A denoiser whose calls are split by tokens. Every rank passes and gets whole tensors.
 
-    `policy` selects the keys that are attended to; one with stale keys needs the `clock`. The plan is cached with the
-    `verifications`; without any, it is searched again and not verified. Call `reset` before every image and `finish`
-    after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off" attends to
-    own tokens only, "frozen" sends no keys after the exact steps.
+    The plan is cached with the `verifications`; without any, it is searched again and not verified.
     """
 
     _learns: ClassVar[str] = "plan"
@@ -117,6 +114,11 @@ class TokenDenoiser(SharedDenoiser):
     def _ranges(self) -> dict[str, TokenRanges]:
         return {} if self._shard is None else self._shard.ranges
 
+    @property
+    def token_counts(self) -> tuple[int, ...]:
+        """The numbers of tokens of each list of blocks in the running call, as far as it has come."""
+        return tuple(each.num_tokens for each in self._ranges().values())
+
     def _run_or_prepare(self, signature: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
         try:
             return self._run(signature, kernel, forward, call)
@@ -178,9 +180,7 @@ class TokenDenoiser(SharedDenoiser):
 
     def _refuse_old_values(self, plan: TokenPlan) -> None:
         """Raise UnsupportedModel for stale keys in a model whose tokens meet outside attention, where all are fresh."""
-        if self.history is None:
-            return
-        words = why_no_old_values(plan)
+        words = "" if self.history is None else why_no_old_values(plan)
         if words:
             self._take_out()
             raise UnsupportedModel(words)
