@@ -7,18 +7,28 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
+
+from patchpar.pipeline.image_metrics import psnr
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 EXACT_DB = 80.0
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 
 
-def cells(name: str) -> list[str]:
-    """The code of a notebook; the first cell has its parameters."""
+def cells(name: str, kind: str = "code") -> list[str]:
+    """The code of a notebook, whose first cell has its parameters; or its text, `kind` "markdown"."""
     found = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())["cells"]
-    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
+
+
+def with_levels(image: Image.Image, number: int) -> Image.Image:
+    """A copy in which this many values are one level higher."""
+    changed = np.array(image)
+    changed.reshape(-1)[:number] += 1
+    return Image.fromarray(changed)
 
 
 def run(name: str, **parameters: Any) -> dict[str, Any]:
@@ -43,6 +53,13 @@ def test_they_are_kept_without_outputs(name: str) -> None:
     assert notebook["nbformat"] == 4
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook["cells"])
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+
+
+def test_what_the_first_image_says_of_decibels() -> None:
+    text = "".join(cells("first-image", "markdown"))
+    assert "above 90 dB: one to twelve of the 196,608 values differ by one level" in text
+    image = Image.new("RGB", (256, 256))
+    assert psnr(with_levels(image, 12), image) > 90 > psnr(with_levels(image, 13), image)
 
 
 def test_first_image_on_one_device() -> None:

@@ -13,7 +13,6 @@ import typer
 from patchpar.cli.verbs import VERBS, LazyVerbs, command_of
 from patchpar.launch.descriptors import open_standard_descriptors
 from patchpar.models.absent_libraries import leave_out_libraries
-from patchpar.stream.web.shutdown import INTERRUPTED, ended_by
 
 RECORDING = ("plan", "simulate")
 """Verbs that record calls, and compute nothing."""
@@ -50,20 +49,16 @@ def options(
 
 
 def main() -> None:
-    """Entry point of the `patchpar` command."""
+    """Run the verb that the command line names."""
     open_standard_descriptors()
     # transformers warns about the image backend, which does not matter to this command's user.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     verb = next(iter(sys.argv[1:]), "")
     if verb in RECORDING:
         _record_only()
-    try:
-        if verb in VERBS:
-            command_of(verb).main(args=sys.argv[2:], prog_name=f"{app.info.name} {verb}")  # the group reads nothing
-        app()
-    except KeyboardInterrupt:  # while the verb was imported: it handles signals itself once it runs
-        typer.echo(ended_by(INTERRUPTED - 128), err=True)
-        sys.exit(INTERRUPTED)
+    if verb in VERBS:
+        command_of(verb).main(args=sys.argv[2:], prog_name=f"{app.info.name} {verb}")  # the group reads nothing
+    app()
 
 
 def _record_only() -> None:

@@ -17,8 +17,9 @@ from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.message_seal import new_key
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
-# Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main(*map(int, sys.argv[2:]))"
+# "-c" and "-m" put the working directory first on the path: a file called types.py there would be imported.
+OWN_PATH = "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)]; "
+BOOT = OWN_PATH + "from {} import main; main(*map(int, sys.argv[2:]))"
 # What torchrun sets for its ranks. A worker is a rank of its pool only.
 TORCHRUN_VARIABLES = frozenset(
     {

@@ -116,8 +116,10 @@ def _texts(value: Any) -> Any:
 def _check_prompt(name: str, value: Any, *, by_frame: bool) -> None:
     """Raise PlanError for what is no prompt. `by_frame`: the pipeline has prompts that change between frames."""
     value = _texts(value) if by_frame else value
-    if value is None or isinstance(value, str):
+    if value is None:
         return
+    if isinstance(value, str):
+        value = [value]
     if not isinstance(value, list):
         raise PlanError(f"{name} is a {type(value).__name__}: give a text or a list of texts")
     if not value:
@@ -125,6 +127,19 @@ def _check_prompt(name: str, value: Any, *, by_frame: bool) -> None:
     wrong = [item for item in value if not isinstance(item, str)]
     if wrong:
         raise PlanError(f"{name} holds a {type(wrong[0]).__name__}: give a text or a list of texts")
+    for text in value:
+        _check_unicode(name, text)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raise PlanError for half of a pair of surrogates: what Python makes of a byte that it cannot decode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PlanError(
+            f"{name} has {text[error.start]!r} at character {error.start + 1}, which is no character of Unicode: give "
+            "the text in UTF-8, on a command line with a locale for it, such as LC_ALL=C.UTF-8"
+        ) from None
 
 
 def check_pipeline(pipe: Any, world_size: int) -> None:

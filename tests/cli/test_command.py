@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patchpar.cli import main
+from patchpar.__main__ import main
 from patchpar.cli.compare import CompareFlags
 from patchpar.cli.doctor import DoctorFlags
 from patchpar.cli.generate import GenerateFlags
 
+ROOT = Path(__file__).parents[2]
 SHARED = {
     "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
     "negative_prompt", "seed", "num_images", "dtype", "variant", "json", "debug", "output",
@@ -54,6 +58,23 @@ def test_ctrl_c_while_a_verb_is_imported(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as ending:
         main()
     assert (ending.value.code, capsys.readouterr().err) == (130, "ended by SIGINT\n")
+
+
+def test_ctrl_c_while_the_command_line_is_imported(tmp_path: Path) -> None:
+    """By both names of the command, whose first library to be imported this is."""
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    module, function = re.findall(r'^patchpar = "(.+):(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    for words in (("-m", "patchpar"), ("-c", f"from {module} import {function}; {function}()")):
+        done = subprocess.run(
+            [sys.executable, *words],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (130, "ended by SIGINT\n")
 
 
 def test_version(run: Any) -> None:

@@ -102,6 +102,15 @@ def test_paths_that_are_no_text_are_passed_over_as_python_does(monkeypatch, tmp_
         assert executor.call("rank") == [0]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_files_of_the_working_directory_are_no_modules(own, monkeypatch, tmp_path, method):
+    """As for the installed command, whose own path does not have it: there a file may be called types.py."""
+    (tmp_path / "types.py").write_text("raise ImportError('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    with LocalExecutor(["cpu"], PLAIN, start_method=method) as executor:
+        assert executor.call("rank") == [0]
+
+
 @pytest.mark.parametrize("method", first_of(METHODS, "forkserver"))
 def test_generators_of_workers_are_seeded_as_in_new_processes(method):
     with LocalExecutor(["cpu"] * 2, PLAIN, start_method=method) as executor:

@@ -274,6 +274,7 @@ def test_what_is_no_pipeline(thing: Any) -> None:
         ("auto", {"prompt": []}, ["prompt is an empty list", "at least one"]),
         ("auto", {"prompt": 3}, ["prompt is a int", "a text or a list"]),
         ("auto", {"prompt": ["a", None]}, ["prompt holds a NoneType", "a text or a list"]),
+        ("auto", {"prompt": "gr\udcfcn"}, ["prompt has '.udcfc' at character 3", "UTF-8", "C.UTF-8"]),
         ("auto", {"prompt": {0: "a"}}, ["prompt is a dict", "a text or a list"]),
         ("auto", {"negative_prompt": {"a"}}, ["negative_prompt is a set", "a text or a list"]),
         ("auto", {"callback": print}, ["callback=", "callback_on_step_end="]),

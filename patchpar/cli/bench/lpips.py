@@ -136,9 +136,11 @@ def _download(folder: Path) -> Path:
     requirement = folder / "requirement.txt"
     requirement.write_text(f"{ARCHIVE.replace('-', '==')} --hash=sha256:{ARCHIVE_SHA256}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-    command += ["--require-hashes", "--requirement", str(requirement), "--dest", str(folder)]
+    command += ["--require-hashes", "--requirement", requirement.name, "--dest", "."]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
+        done = subprocess.run(  # in that folder: "-m" imports files of the working directory
+            command, cwd=folder, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"pip did not fetch {ARCHIVE} within {FETCH_SECONDS} s") from None
     if done.returncode:
