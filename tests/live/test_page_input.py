@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
 from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.web import http_page
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
@@ -140,13 +142,40 @@ def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:
     assert load_reference_image(image_of(broken), 24, 32).shape == (24, 32, 3)
 
 
-def test_another_site_may_send_nothing(served: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the terminal hears of the server."""
+    found = list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
+    return found
+
+
+def test_a_page_that_goes_before_its_answer_is_no_error_of_the_server(
+    served: Inputs, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its image is looked at meanwhile, and cannot be used."""
+    screen, _, camera = served
+    has_gone = threading.Event()
+
+    def slow_image_of(data: bytes) -> Any:
+        assert has_gone.wait(20)
+        return image_of(data)
+
+    monkeypatch.setattr(http_page, "image_of", slow_image_of)
+    with opened(screen, "/camera") as socket:
+        socket.send(b"no image")
+        until(lambda: camera._sender, "its message")
+    has_gone.set()
+    until(lambda: camera._sender is None, "that it is free")
+    with fetch(screen.page.url):  # by then an error would be in the log
+        assert logged == []
+
+
+def test_another_site_may_send_nothing(served: Inputs, logged: list[str]) -> None:
     """And the terminal hears nothing of it: uvicorn takes a request that is refused for an error of the server."""
     screen, _, _ = served
-    logged = list[str]()
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
     for path in ("/video", "/camera"):
         with opened(screen, path, origin=screen.page.url):
             pass

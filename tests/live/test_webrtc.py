@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import urllib.error
@@ -213,7 +214,7 @@ class Answered:
 
     def __init__(self) -> None:
         self.connectionState, self.is_closed = "connecting", False
-        self.getTransceivers = lambda: [SimpleNamespace(kind="video")]
+        self.getTransceivers = lambda: [SimpleNamespace(kind="video", receiver=SimpleNamespace(track=None))]
         self.on = lambda event, function=None: lambda function: function
         self.addTrack = self.on
         self.setRemoteDescription = self.setLocalDescription = self.createAnswer = self._nothing
@@ -245,6 +246,32 @@ def test_a_browser_that_does_not_connect_leaves_its_place(monkeypatch: pytest.Mo
     peers = webrtc.RtcPeers(FPS, None, PageInputs())
     with closing(peers):
         assert asyncio.run(asyncio.wait_for(three(), 20)) == [True, False, False]
+
+
+@pytest.mark.parametrize("direction", ["sendrecv", "recvonly"])
+def test_nothing_goes_on_for_a_browser_that_has_left(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it has never connected, nor where it sends nothing to a stream that takes its inputs."""
+    errors = list[dict[str, Any]]()
+    monkeypatch.setattr(webrtc, "JOIN_SECONDS", 0.05)
+    monkeypatch.setattr(webrtc, "QUIET_SECONDS", 0.05)
+    peers = webrtc.RtcPeers(FPS, RATE, PageInputs(microphone=PageMicrophone(), camera=PageCamera()))
+
+    async def come_and_leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        browser = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        for kind in ("audio", "video"):
+            browser.addTransceiver(kind, direction=direction)
+        await browser.setLocalDescription(await browser.createOffer())
+        offer = {"type": browser.localDescription.type, "sdp": browser.localDescription.sdp}
+        await peers.answer(json.dumps(offer).encode())
+        await browser.close()
+        while peers.watchers or peers._tasks:
+            await asyncio.sleep(0.01)
+        gc.collect()  # asyncio reports the error of a task that is forgotten
+
+    with closing(peers):
+        asyncio.run(asyncio.wait_for(come_and_leave(), 20))
+    assert errors == []
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
