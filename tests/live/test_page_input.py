@@ -69,6 +69,8 @@ def test_audio_of_one_page_at_a_time(served: Inputs) -> None:
         samples, rate = next(pieces)
         assert rate == 7000
         assert torch.equal(samples, torch.tensor([[0.25], [0.0], [-0.5]]).expand(3, 140))
+        one.send(bytes(6))
+        assert next(pieces)[0].shape == (3, 1), "and further ones"
         send(other, "audio_begin", rate=48000)
         assert refusal(other) == "the microphone of the page is in use by another page: stop it there first"
         other.send(bytes(960))
@@ -98,10 +100,11 @@ def test_audio_of_one_page_at_a_time(served: Inputs) -> None:
     ],
 )
 def test_messages_that_cannot_be_used(message: Any, reason: str, served: Inputs) -> None:
-    screen, _, _ = served
+    screen, microphone, _ = served
     with opened(screen) as socket:
         socket.send(json.dumps(message) if isinstance(message, dict) else message)
         assert reason in refusal(socket)
+        assert microphone._sender is None, "it is free for others"
 
 
 def test_of_audio_that_waits_the_oldest_is_dropped() -> None:
@@ -111,6 +114,27 @@ def test_of_audio_that_waits_the_oldest_is_dropped() -> None:
         microphone.put(sender, (torch.full((1, 1), float(number)), 1000))
     microphone.close()
     assert [int(samples) for samples, _ in microphone.audio()] == list(range(50, 150))
+
+
+def test_who_does_not_send_ends_nothing_of_who_does() -> None:
+    """Such as a page that is closed while another one sends. Of images that wait the newest is taken."""
+    camera, sender, other = PageCamera(), object(), object()
+    camera.begin(sender)
+    camera.end(other)
+    with pytest.raises(PlanError, match="in use by another page"):
+        camera.begin(other)
+    for image in ("first", "second"):
+        camera.put(sender, image)
+    camera.close()
+    assert list(camera.images()) == ["second"]
+
+
+def test_inputs_end_with_their_page() -> None:
+    """What reads them would wait for ever."""
+    microphone, camera = PageMicrophone(), PageCamera()
+    VideoScreen(HOME, 0, 20, RATE, PageInputs(microphone=microphone, camera=camera)).close()
+    assert (microphone._is_over, camera._is_over) == (True, True)
+    assert [*microphone.audio(), *camera.images()] == []
 
 
 def test_images_of_one_page_at_a_time(served: Inputs) -> None:
