@@ -71,7 +71,7 @@ def test_keys_are_those_that_can_be_begun_with() -> None:
 def test_fragments_follow_one_another_in_time() -> None:
     """Video and audio in turn, numbered from 1, each as long as its sample; audio never needs another fragment."""
     head, made = encoded(6)
-    units = [unpacked(">3I", head.data, place.end() + 4)[2] for place in re.finditer(b"mdhd", head.data)]
+    units = [unpacked(">3I", head.data, box.end() + 4)[2] for box in re.finditer(b"mdhd", head.data)]
     found = [described(part.data) for block in made for part in block]
     assert [number for number, *_ in found] == list(range(1, len(found) + 1))
     times = [time / units[track - 1] for _, track, time, _, _ in found]

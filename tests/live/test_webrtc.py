@@ -376,13 +376,13 @@ def test_audio_at_its_loudest_does_not_wrap_around() -> None:
 def test_an_input_that_is_quiet_is_free_and_a_refusal_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the input has been taken in between."""
     monkeypatch.setattr(webrtc, "QUIET_SECONDS", 0.05)
-    camera, other, told = PageCamera(), object(), list[str]()
+    camera, other, notes = PageCamera(), object(), list[str]()
     frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
 
     async def watch() -> list[int]:
         waiting: asyncio.Queue[Any] = asyncio.Queue()
         track: Any = SimpleNamespace(kind="video", recv=waiting.get)
-        receiving = asyncio.create_task(webrtc._receive(track, camera, [SimpleNamespace(send=told.append)]))
+        receiving = asyncio.create_task(webrtc._receive(track, camera, [SimpleNamespace(send=notes.append)]))
 
         async def send(count: int) -> int:
             for _ in range(count):
@@ -390,7 +390,7 @@ def test_an_input_that_is_quiet_is_free_and_a_refusal_is_told_once(monkeypatch: 
             while not waiting.empty():
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            return len(told)
+            return len(notes)
 
         camera.begin(other)
         counts = [await send(3)]
