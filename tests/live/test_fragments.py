@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
+import struct
+from itertools import pairwise
 
 import av
 import numpy as np
 import pytest
 
-from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header, with_lengths
+from patchpar.stream.web.mp4_fragments import ALONE, NEEDS_OTHERS, FragmentEncoder, Mp4Fragment, Mp4Header, with_lengths
 from tests.live.test_video import RATE, decoded, frames, speech
 
 
@@ -21,6 +24,18 @@ def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[
     ]
     made.append(encoder.close())
     return encoder.head, made
+
+
+def unpacked(form: str, data: bytes, at: int) -> tuple[int, ...]:
+    return struct.unpack_from(form, data, at)
+
+
+def described(fragment: bytes) -> tuple[int, int, int, int, int]:
+    """(number, track, time, duration, flags) of a fragment, as ISO/IEC 14496-12 places them behind each box's kind."""
+    (number,) = unpacked(">I", fragment, fragment.index(b"mfhd") + 8)
+    track, duration, _, flags = unpacked(">4I", fragment, fragment.index(b"tfhd") + 8)
+    (time,) = unpacked(">Q", fragment, fragment.index(b"tfdt") + 8)
+    return number, track, time, duration, flags
 
 
 @pytest.mark.parametrize("rate", [RATE, None])
@@ -51,6 +66,34 @@ def test_keys_are_those_that_can_be_begun_with() -> None:
         assert levels[0] == pytest.approx(40 * count, abs=12)
     with av.open(io.BytesIO(head.data + b"".join(part.data for part in parts[keys[1] + 1 :]))) as container:
         assert not next(packet for packet in container.demux(video=0) if packet.size).is_keyframe
+
+
+def test_fragments_follow_one_another_in_time() -> None:
+    """Video and audio in turn, numbered from 1, each as long as its sample; audio never needs another fragment."""
+    head, made = encoded(6)
+    units = [unpacked(">3I", head.data, box.end() + 4)[2] for box in re.finditer(b"mdhd", head.data)]
+    found = [described(part.data) for block in made for part in block]
+    assert [number for number, *_ in found] == list(range(1, len(found) + 1))
+    times = [time / units[track - 1] for _, track, time, _, _ in found]
+    assert all(0 <= later - time < 0.2 for time, later in pairwise(sorted(times)))
+    for block in made:
+        begun = [time / units[track - 1] for _, track, time, _, _ in (described(part.data) for part in block)]
+        assert begun == sorted(begun)
+    for kind, length in ((1, 1 / 20), (2, 1024 / 48000)):
+        lengths = [duration / units[track - 1] for _, track, _, duration, _ in found if track == kind]
+        assert lengths[:-1] == pytest.approx([length] * (len(lengths) - 1)), f"track {kind}"
+    parts = [part for block in made for part in block]
+    assert all(
+        flags == (ALONE if part.is_key or track == 2 else NEEDS_OTHERS)
+        for part, (_, track, _, _, flags) in zip(parts, found, strict=True)
+    )
+
+
+def test_the_end_has_the_last_audio() -> None:
+    """An encoder holds back what is no whole packet, and one packet more."""
+    head, made = encoded(6)
+    _, _, heard = decoded(head.data + b"".join(part.data for block in made for part in block))
+    assert len(heard) >= 1.2 * 48000 - 100
 
 
 def test_units_get_their_lengths() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
 from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.web import http_page
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
@@ -67,6 +69,8 @@ def test_audio_of_one_page_at_a_time(served: Inputs) -> None:
         samples, rate = next(pieces)
         assert rate == 7000
         assert torch.equal(samples, torch.tensor([[0.25], [0.0], [-0.5]]).expand(3, 140))
+        one.send(bytes(6))
+        assert next(pieces)[0].shape == (3, 1), "and further ones"
         send(other, "audio_begin", rate=48000)
         assert refusal(other) == "the microphone of the page is in use by another page: stop it there first"
         other.send(bytes(960))
@@ -96,10 +100,11 @@ def test_audio_of_one_page_at_a_time(served: Inputs) -> None:
     ],
 )
 def test_messages_that_cannot_be_used(message: Any, reason: str, served: Inputs) -> None:
-    screen, _, _ = served
+    screen, microphone, _ = served
     with opened(screen) as socket:
         socket.send(json.dumps(message) if isinstance(message, dict) else message)
         assert reason in refusal(socket)
+        assert microphone._sender is None, "it is free for others"
 
 
 def test_of_audio_that_waits_the_oldest_is_dropped() -> None:
@@ -109,6 +114,27 @@ def test_of_audio_that_waits_the_oldest_is_dropped() -> None:
         microphone.put(sender, (torch.full((1, 1), float(number)), 1000))
     microphone.close()
     assert [int(samples) for samples, _ in microphone.audio()] == list(range(50, 150))
+
+
+def test_who_does_not_send_ends_nothing_of_who_does() -> None:
+    """Such as a page that is closed while another one sends. Of images that wait the newest is taken."""
+    camera, sender, other = PageCamera(), object(), object()
+    camera.begin(sender)
+    camera.end(other)
+    with pytest.raises(PlanError, match="in use by another page"):
+        camera.begin(other)
+    for image in ("first", "second"):
+        camera.put(sender, image)
+    camera.close()
+    assert list(camera.images()) == ["second"]
+
+
+def test_inputs_end_with_their_page() -> None:
+    """What reads them would wait for ever."""
+    microphone, camera = PageMicrophone(), PageCamera()
+    VideoScreen(HOME, 0, 20, RATE, PageInputs(microphone=microphone, camera=camera)).close()
+    assert (microphone._is_over, camera._is_over) == (True, True)
+    assert [*microphone.audio(), *camera.images()] == []
 
 
 def test_images_of_one_page_at_a_time(served: Inputs) -> None:
@@ -140,13 +166,40 @@ def test_an_image_that_breaks_its_reader_is_a_sentence(tmp_path: Path) -> None:
     assert load_reference_image(image_of(broken), 24, 32).shape == (24, 32, 3)
 
 
-def test_another_site_may_send_nothing(served: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the terminal hears of the server."""
+    found = list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: found.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
+    return found
+
+
+def test_a_page_that_goes_before_its_answer_is_no_error_of_the_server(
+    served: Inputs, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its image is looked at meanwhile, and cannot be used."""
+    screen, _, camera = served
+    has_gone = threading.Event()
+
+    def slow_image_of(data: bytes) -> Any:
+        assert has_gone.wait(20)
+        return image_of(data)
+
+    monkeypatch.setattr(http_page, "image_of", slow_image_of)
+    with opened(screen, "/camera") as socket:
+        socket.send(b"no image")
+        until(lambda: camera._sender, "its message")
+    has_gone.set()
+    until(lambda: camera._sender is None, "that it is free")
+    with fetch(screen.page.url):  # by then an error would be in the log
+        assert logged == []
+
+
+def test_another_site_may_send_nothing(served: Inputs, logged: list[str]) -> None:
     """And the terminal hears nothing of it: uvicorn takes a request that is refused for an error of the server."""
     screen, _, _ = served
-    logged = list[str]()
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
-    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
     for path in ("/video", "/camera"):
         with opened(screen, path, origin=screen.page.url):
             pass

@@ -55,10 +55,13 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
     writer = VideoWriter(str(tmp_path / "film.mp4"), VideoFormat(fps=20, height=32, width=48, rate=RATE))
     writer.add(frames(0), 0.0, speech(loudness=0.0))
     writer.add(frames(200), 1.0, speech())
+    writer.add(frames(200), 1.2, speech())
     writer.close()
     times, _, heard = decoded((tmp_path / "film.mp4").read_bytes())
-    assert times == pytest.approx([0, 0.05, 0.1, 0.15, 1.0, 1.05, 1.1, 1.15], abs=2e-3)
+    later = [1.0 + number / 20 for number in range(8)]
+    assert times == pytest.approx([0, 0.05, 0.1, 0.15, *later], abs=2e-3)
     assert np.argmax(np.abs(heard) > 0.05) / 48000 == pytest.approx(1.0, abs=0.05)
+    assert len(heard) / 48000 == pytest.approx(1.4, abs=0.05), "silence once, and not before each later block"
 
 
 def test_odd_sides_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import urllib.error
@@ -26,7 +27,7 @@ from patchpar.stream.web import viewer, webrtc
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
-from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, OutgoingAudio
+from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, FrameTrack, OutgoingAudio
 from tests.app.browser import installed, started
 from tests.live.test_browser import LEVEL
 from tests.live.test_pages import fetch, until
@@ -136,6 +137,7 @@ def test_frames_and_audio_go_both_ways(served: tuple[VideoScreen, PageMicrophone
         stop.set()
         thread.join()
     until(lambda: microphone._sender is None and camera._sender is None, "that both are free")
+    until(lambda: screen._peers.watchers == 0, "that nobody watches")
 
 
 @pytest.mark.breadth  # the same as the client above, in Chromium
@@ -193,6 +195,7 @@ def test_offers_that_are_refused(
 
 def test_offers_that_come_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looking up the addresses of an offer takes a while, in which others would pass the limit."""
+    closed = list[Any]()
 
     class Slow:
         def __init__(self, _: Any) -> None:
@@ -201,7 +204,8 @@ def test_offers_that_come_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -
         async def setRemoteDescription(self, _: Any) -> None:
             await asyncio.sleep(0.01)
 
-        async def close(self) -> None: ...
+        async def close(self) -> None:
+            closed.append(self)
 
     async def two() -> list[str]:
         offer = b'{"type": "offer", "sdp": "v=0"}'
@@ -214,6 +218,7 @@ def test_offers_that_come_at_once_are_counted(monkeypatch: pytest.MonkeyPatch) -
     with closing(peers):
         limit = "1 browsers watch by WebRTC, and that is the limit: watch at ?mse"
         assert asyncio.run(two()) == ["that offer takes no video", limit]
+    assert len(closed) == 1, "one that is refused is closed"
 
 
 class Answered:
@@ -223,7 +228,7 @@ class Answered:
 
     def __init__(self) -> None:
         self.connectionState, self.is_closed = "connecting", False
-        self.getTransceivers = lambda: [SimpleNamespace(kind="video")]
+        self.getTransceivers = lambda: [SimpleNamespace(kind="video", receiver=SimpleNamespace(track=None))]
         self.on = lambda event, function=None: lambda function: function
         self.addTrack = self.on
         self.setRemoteDescription = self.setLocalDescription = self.createAnswer = self._nothing
@@ -235,26 +240,54 @@ class Answered:
 
 
 def test_a_browser_that_does_not_connect_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a page that is reloaded at once. One that has connected stays."""
+    """Such as a page that is reloaded at once. One that has connected stays until the end, which it is told."""
     browsers = [Answered() for _ in range(3)]
     waiting = iter(browsers)
     offer = b'{"type": "offer", "sdp": "v=0"}'
 
-    async def three() -> list[bool]:
+    async def three() -> tuple[list[bool], list[bool]]:
         for _ in range(2):
             await peers.answer(offer)
         browsers[1].connectionState = "connected"
         while peers.watchers > 1:
             await asyncio.sleep(0.01)
         await peers.answer(offer)
-        return [browser.is_closed for browser in browsers]
+        closed = [browser.is_closed for browser in browsers]
+        await asyncio.to_thread(peers.close)
+        return closed, [browser.is_closed for browser in browsers]
 
     monkeypatch.setattr(webrtc, "RTCPeerConnection", lambda _: next(waiting))
     monkeypatch.setattr(webrtc, "JOIN_SECONDS", 0.05)
     monkeypatch.setattr(webrtc, "MAX_PEERS", 2)
     peers = webrtc.RtcPeers(FPS, None, PageInputs())
     with closing(peers):
-        assert asyncio.run(asyncio.wait_for(three(), 20)) == [True, False, False]
+        assert asyncio.run(asyncio.wait_for(three(), 20)) == ([True, False, False], [True] * 3)
+
+
+@pytest.mark.parametrize("direction", ["sendrecv", "recvonly"])
+def test_nothing_goes_on_for_a_browser_that_has_left(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where it has never connected, nor where it sends nothing to a stream that takes its inputs."""
+    errors = list[dict[str, Any]]()
+    monkeypatch.setattr(webrtc, "JOIN_SECONDS", 0.05)
+    monkeypatch.setattr(webrtc, "QUIET_SECONDS", 0.05)
+    peers = webrtc.RtcPeers(FPS, RATE, PageInputs(microphone=PageMicrophone(), camera=PageCamera()))
+
+    async def come_and_leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        browser = RTCPeerConnection(RTCConfiguration(iceServers=[]))
+        for kind in ("audio", "video"):
+            browser.addTransceiver(kind, direction=direction)
+        await browser.setLocalDescription(await browser.createOffer())
+        offer = {"type": browser.localDescription.type, "sdp": browser.localDescription.sdp}
+        await peers.answer(json.dumps(offer).encode())
+        await browser.close()
+        while peers.watchers or peers._tasks:
+            await asyncio.sleep(0.01)
+        gc.collect()  # asyncio reports the error of a task that is forgotten
+
+    with closing(peers):
+        asyncio.run(asyncio.wait_for(come_and_leave(), 20))
+    assert errors == []
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,3 +329,107 @@ def test_frames_of_too_many_pixels_are_no_images() -> None:
     assert [json.loads(word)["message"] for word in messages] == [
         "the image has 16000 x 16000 pixels: at most 17 million are taken, so make it smaller"
     ]
+
+
+class Clock:
+    """Stands for `time` and `asyncio` of the module: `now` goes on when something sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept = list[float]()
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += max(0.0, seconds)
+
+
+def test_audio_is_sent_whole_and_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of any length, as many as there are; packets are 20 ms apart, and say when they begin."""
+    clock = Clock()
+    monkeypatch.setattr(webrtc, "time", clock)
+    monkeypatch.setattr(webrtc, "asyncio", clock)
+    samples = (np.arange(40 * AUDIO_SAMPLES) % 30_000 + 1).astype(np.int16)
+
+    async def sent() -> list[Any]:
+        track, found, begin = OutgoingAudio(), [], 0
+        for number in range(40):
+            length = 700 if number % 2 else 2 * AUDIO_SAMPLES - 700
+            track.put(samples[begin : begin + length])
+            begin += length
+            found.append(await track.recv())
+        return [*found, await track.recv()]
+
+    *packets, last = asyncio.run(sent())
+    assert np.array_equal(np.concatenate([packet.to_ndarray()[0] for packet in packets]), samples)
+    assert last.to_ndarray().max() == 0
+    assert [packet.pts for packet in [*packets, last]] == [number * AUDIO_SAMPLES for number in range(41)]
+    assert clock.slept == pytest.approx([0.0, *[AUDIO_SAMPLES / AUDIO_RATE] * 40])
+
+
+def test_a_frame_is_sent_once_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding it again and again would take a core for each browser."""
+    clock = Clock()
+    monkeypatch.setattr(webrtc, "time", clock)
+
+    async def sent() -> tuple[Any, bool, Any]:
+        track = FrameTrack()
+        track.put(np.full((SIDE, SIDE, 3), 10, np.uint8))
+        first = await track.recv()
+        waiting = asyncio.create_task(track.recv())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        is_sent_again = waiting.done()
+        clock.now += 0.5
+        track.put(np.full((SIDE, SIDE, 3), 200, np.uint8))
+        return first, is_sent_again, await waiting
+
+    first, is_sent_again, second = asyncio.run(sent())
+    assert not is_sent_again
+    assert [frame.to_ndarray(format="rgb24").mean() for frame in (first, second)] == [10, 200]
+    assert (second.pts - first.pts) * second.time_base == Fraction(1, 2)
+
+
+def test_audio_at_its_loudest_does_not_wrap_around() -> None:
+    """1.0 is one more than the largest sample of 16 bits."""
+    sent = list[Any]()
+    with closing(webrtc.RtcPeers(FPS, AUDIO_RATE, PageInputs())) as peers:
+        peers._peers[object()] = (FrameTrack(), None)
+        peers._loop = SimpleNamespace(call_soon_threadsafe=lambda _, x: sent.append(x), is_running=lambda: False)  # type: ignore[assignment]
+        peers.add(torch.zeros(0, SIDE, SIDE, 3, dtype=torch.uint8), torch.tensor([1.0, -1.0, 0.5, 2.0]))
+    assert sent[0].tolist() == [32767, -32768, 16384, 32767]
+
+
+def test_an_input_that_is_quiet_is_free_and_a_refusal_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the input has been taken in between."""
+    monkeypatch.setattr(webrtc, "QUIET_SECONDS", 0.05)
+    camera, other, notes = PageCamera(), object(), list[str]()
+    frame = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
+
+    async def watch() -> list[int]:
+        waiting: asyncio.Queue[Any] = asyncio.Queue()
+        track: Any = SimpleNamespace(kind="video", recv=waiting.get)
+        receiving = asyncio.create_task(webrtc._receive(track, camera, [SimpleNamespace(send=notes.append)]))
+
+        async def send(count: int) -> int:
+            for _ in range(count):
+                waiting.put_nowait(frame)
+            while not waiting.empty():
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            return len(notes)
+
+        camera.begin(other)
+        counts = [await send(3)]
+        camera.end(other)
+        counts.append(await send(1))
+        while camera._sender is not None:  # it is quiet now
+            await asyncio.sleep(0.01)
+        camera.begin(other)
+        counts.append(await send(2))
+        receiving.cancel()
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(watch(), 20)) == [1, 1, 2]

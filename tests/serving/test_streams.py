@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import logging
 import threading
 import wave
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import fields, replace
+from socket import SHUT_RDWR
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ import websockets.sync.client
 from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 from typer.testing import CliRunner
+from websockets.sync.client import ClientConnection, connect
 
 from patchpar.cli import app as command
 from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
@@ -27,9 +31,10 @@ from patchpar.serving.http.application import stream_application
 from patchpar.serving.http.stream_socket import applied
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
-from patchpar.serving.streams.stream_request import parse_control
+from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.web.server import HOME, WebServer
 from tests.serving.requests import Connected, client_of, example_of_the_page, until
 from tests.serving.test_http import KEY, error_of
 from tests.stream.tiny import write_folder
@@ -237,6 +242,26 @@ def test_a_socket_needs_the_key_of_its_stream(face: StreamingPipeline) -> None:
     with owner.websocket_connect(WS + path) as socket:
         received(socket, "media_end")
     assert service.drain(20)
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server(
+    streams: StreamService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal hears nothing of one that closes its WebSocket, nor of one whose connection is gone."""
+    logged = list[str]()
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    stream = streams.create(LiveStreamRequest(audio="live"), "")
+    with closing(WebServer(HOME, 0, "--port")) as server:
+        server.serve(stream_application(streams))  # which sets handlers of its own
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [handler])
+        for leave in (ClientConnection.close, lambda socket: socket.socket.shutdown(SHUT_RDWR)):
+            address = f"{server.url.replace('http', 'ws')}{STREAMS}/{stream.id}"
+            with connect(address, close_timeout=0.5) as socket:
+                assert json.loads(socket.recv(20))["type"] == "status"
+                leave(socket)
+                until(lambda: stream.watchers == 0, "that nobody watches")
+    assert logged == []
 
 
 def test_a_browser_gets_in_with_a_ticket(face: StreamingPipeline) -> None:

@@ -435,6 +435,31 @@ def test_a_pause_while_degraded_is_still_degraded() -> None:
         assert [chunk.block for chunk in stream if not chunk.is_held] == [1, 2]
 
 
+def test_ranks_that_died_while_they_waited_get_one_order_for_a_block() -> None:
+    """They would take a second one for that of the next block."""
+    ranks, has_asked, go_on = Ranks(), threading.Event(), threading.Event()
+    run = ranks.run
+
+    def dies_waiting(course: StreamRun, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> Any:
+        if not has_asked.is_set():
+            on_start(lambda rank, value: None)
+            on_event(0, BlockReady(block=0))
+            has_asked.set()
+            raise WorkerDied("rank 1 was killed")
+        assert go_on.wait(10)
+        return run(course, on_event=on_event, on_start=on_start)
+
+    ranks.run = dies_waiting  # type: ignore[method-assign]
+    stream = session(ranks, blocks=2)
+    stream.pause()
+    with stream.begin():
+        while stream.status != "degraded":
+            time.sleep(0.01)
+        stream.resume()
+        go_on.set()
+        assert [chunk.block for chunk in stream] == [0, 1]
+
+
 def test_before_its_first_block_a_stream_begins_as_it_was() -> None:
     ranks = Ranks((0, 0))
     with session(ranks, blocks=2).begin(PromptUpdate(text="first")) as stream:

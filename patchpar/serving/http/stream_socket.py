@@ -7,6 +7,7 @@ server -> client    {"type": "media_init"}, then fragments of MP4 as binary; {"t
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Any
 
 from fastapi import WebSocket
@@ -46,8 +47,9 @@ class StreamSocket:
         for error in [task.exception() for task in tasks if not task.cancelled()]:
             if error is not None and not isinstance(error, WebSocketDisconnect):
                 log.error("a WebSocket of %s failed", self._stream.id, exc_info=error)
-        if self._socket.application_state is WebSocketState.CONNECTED and tasks[0].done():
-            await self._socket.close()
+        if self._socket.client_state is self._socket.application_state is WebSocketState.CONNECTED:
+            with suppress(WebSocketDisconnect):  # of a client that has left meanwhile
+                await self._socket.close()
 
     async def _receive(self) -> None:
         while True:

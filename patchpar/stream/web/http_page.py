@@ -7,11 +7,12 @@ answered with {"type": "error", "message"}.
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
@@ -100,8 +101,9 @@ def _add_camera(app: FastAPI, camera: PageCamera) -> None:
                 if message.get("bytes"):
                     camera.put(socket, await asyncio.to_thread(image_of, message["bytes"]))
         except PlanError as error:
-            await socket.send_json({"type": "error", "message": str(error)})
-            await socket.close(NOT_OURS)
+            with suppress(WebSocketDisconnect):  # of a page that has gone meanwhile
+                await socket.send_json({"type": "error", "message": str(error)})
+                await socket.close(NOT_OURS)
         finally:
             camera.end(socket)
 

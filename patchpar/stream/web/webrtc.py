@@ -192,8 +192,8 @@ class RtcPeers:
         peer.on("datachannel", notes.append)
         for transceiver in peer.getTransceivers():
             source = self._inputs.microphone if transceiver.kind == "audio" else self._inputs.camera
-            if source is not None:
-                self._begin(_receive(transceiver.receiver.track, source, notes))
+            if source is not None and (track := transceiver.receiver.track) is not None:  # None: it sends nothing
+                self._begin(_receive(track, source, notes))
         self._peers[peer] = (video, audio)
 
         @peer.on("connectionstatechange")  # type: ignore[untyped-decorator]
@@ -214,6 +214,9 @@ class RtcPeers:
 
     async def _leave(self, peer: Any) -> None:
         self._peers.pop(peer, None)
+        for transceiver in peer.getTransceivers():
+            if (track := transceiver.receiver.track) is not None:
+                track.stop()  # aiortc ends those of browsers that have connected only
         await peer.close()
 
     async def _leave_all(self) -> None:
