@@ -45,7 +45,7 @@ from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.compiled import COMPILES_BLOCKS, SHARES_GRAPHS, share_processors
+from patchpar.shard.compiled import COMPILES_BLOCKS, ONE_GRAPH_FOR_ALL, unify_processors
 from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
@@ -119,8 +119,8 @@ class PipelineRunner:
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
-        if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < SHARES_GRAPHS:
-            share_processors(method.__self__)
+        if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < ONE_GRAPH_FOR_ALL:
+            unify_processors(method.__self__)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
         with under_autocast(autocast, self.device.type):
             result = done_or_undone(self.pipe, name, method, args, kwargs)

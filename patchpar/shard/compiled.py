@@ -20,7 +20,7 @@ COMPILES_BLOCKS = "compile_repeated_blocks"
 LIMIT_ERRORS = frozenset({"RecompileLimitExceeded", "FailOnRecompileLimitHit"})
 """What torch raises with `fullgraph=True` where it has compiled one forward as often as it may. torch 2.11 and newer
 have only the second."""
-SHARES_GRAPHS = Version("2.8")
+ONE_GRAPH_FOR_ALL = Version("2.8")
 """The first torch whose graphs do not depend on which object an attention processor is."""
 
 
@@ -62,10 +62,10 @@ def uncompiled(network: nn.Module) -> Iterator[None]:
             module._compiled_call_impl = implementation
 
 
-def share_processors(network: Any) -> None:
+def unify_processors(network: Any) -> None:
     """Give attention layers whose processors are of one class of diffusers and hold nothing the first of these objects.
 
-    Before `SHARES_GRAPHS` torch compiles a block anew for each object, and a forward 8 times at most.
+    Before `ONE_GRAPH_FOR_ALL` torch compiles a block anew for each object, and a forward 8 times at most.
     """
     first: dict[type, Any] = {}
     for layer in network.modules():
@@ -80,10 +80,10 @@ def refuse_recompilations(network: object, error: Exception) -> None:
 
     if type(error).__name__ not in LIMIT_ERRORS:
         return
+    limit = torch._dynamo.config.cache_size_limit
     raise UnsupportedModel(
-        f"torch {torch.__version__} has compiled a block of {type(network).__name__} "
-        f"{torch._dynamo.config.cache_size_limit} times, its limit (torch._dynamo.config.cache_size_limit): torch "
-        f"before {SHARES_GRAPHS} compiles it for each attention processor, and any for each kind of input. Use torch "
-        f"{SHARES_GRAPHS} or newer, compile by pipe.unet.{COMPILES_BLOCKS}() of a ParallelPipeline, which lets layers "
-        "share a processor, or leave the blocks uncompiled"
+        f"torch {torch.__version__} has compiled a block of {type(network).__name__} {limit} times, its limit "
+        f"(torch._dynamo.config.cache_size_limit): torch before {ONE_GRAPH_FOR_ALL} compiles it for each attention "
+        f"processor, and any for each kind of input. Use torch {ONE_GRAPH_FOR_ALL} or newer, call {COMPILES_BLOCKS}() "
+        "of a ParallelPipeline, which lets layers share a processor, or leave the blocks uncompiled"
     ) from error

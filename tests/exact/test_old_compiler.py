@@ -15,7 +15,7 @@ import patchpar.pipeline.runner
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.inline import InlineContext
 from patchpar.pipeline.runner import PipelineRunner
-from patchpar.shard.compiled import share_processors
+from patchpar.shard.compiled import unify_processors
 from patchpar.shard.unsupported_model import refused_in_words
 from tests.exact import denoisers
 from tests.exact.on_ranks import first
@@ -26,9 +26,9 @@ def processors(network: Any) -> list[Any]:
     return [layer.processor for layer in network.modules() if hasattr(layer, "processor")]
 
 
-@pytest.mark.parametrize(("first_that_shares", "shared"), [("99", True), ("2.6", False)])
-def test_layers_share_a_processor(monkeypatch: pytest.MonkeyPatch, first_that_shares: str, shared: bool) -> None:
-    monkeypatch.setattr(patchpar.pipeline.runner, "SHARES_GRAPHS", Version(first_that_shares))
+@pytest.mark.parametrize(("first_for_all", "shared"), [("99", True), ("2.6", False)])
+def test_layers_share_a_processor(monkeypatch: pytest.MonkeyPatch, first_for_all: str, shared: bool) -> None:
+    monkeypatch.setattr(patchpar.pipeline.runner, "ONE_GRAPH_FOR_ALL", Version(first_for_all))
     pipe, engine = build("sdxl").pipe, PipelineRunner(InlineContext("cpu"))
     engine.adopt(pipe)
     before = len(set(map(id, processors(pipe.unet))))
@@ -41,7 +41,7 @@ def test_the_prediction_stays() -> None:
     model: Any = denoisers.build("sdxl")
     with torch.no_grad():
         want = first(model(**denoisers.call("sdxl", 16, 16)))
-        share_processors(model)
+        unify_processors(model)
         assert torch.equal(first(model(**denoisers.call("sdxl", 16, 16))), want)
 
 
@@ -54,7 +54,7 @@ def test_what_differs_is_not_shared() -> None:
     given[2].backend = "flash"
     for layer, processor in zip(layers, given, strict=True):
         layer.processor = processor
-    share_processors(layers)
+    unify_processors(layers)
     assert [layer.processor for layer in layers] == [given[0], given[0], *given[2:]]
 
 
