@@ -102,6 +102,14 @@ def test_extras_can_be_had_on_the_oldest_python() -> None:
     assert all("1.15.0" in each.specifier and "1.13.0" not in each.specifier for each in asked)
 
 
+def test_forms_can_be_limited() -> None:
+    """starlette 0.44 is the first whose parser of forms takes max_part_size."""
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    asked = {each[0]: each[1] for each in re.findall(r'^(serve|dev) = \[.*"(starlette[^"]*)"', text, re.MULTILINE)}
+    assert set(asked) == {"serve", "dev"}
+    assert all("0.43.0" not in Requirement(each).specifier for each in asked.values())
+
+
 def test_versions_on_the_page_are_those_that_are_allowed() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     needs = map(Requirement, re.findall(r'^  "(.+)",$', text.partition("\ndependencies")[2], re.MULTILINE))
