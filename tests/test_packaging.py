@@ -94,6 +94,23 @@ def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> Non
         assert set(imported_by(path)) - known <= own, path
 
 
+def test_extras_can_be_had_on_the_oldest_python() -> None:
+    """aiortc 1.15 is the last for Python 3.10, 1.14 the first that takes the oldest PyAV that is allowed, 15."""
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    assert 'requires-python = ">=3.10"' in text
+    asked = [Requirement(each) for each in re.findall(r'"(aiortc[^"]*)"', text) if each != "aiortc.*"]
+    assert len(asked) == 2
+    assert all("1.15.0" in each.specifier and "1.13.0" not in each.specifier for each in asked)
+
+
+def test_forms_can_be_limited() -> None:
+    """starlette 0.44 is the first whose parser of forms takes max_part_size."""
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    asked = {each[0]: each[1] for each in re.findall(r'^(serve|dev) = \[.*"(starlette[^"]*)"', text, re.MULTILINE)}
+    assert set(asked) == {"serve", "dev"}
+    assert all("0.43.0" not in Requirement(each).specifier for each in asked.values())
+
+
 def test_versions_on_the_page_are_those_that_are_allowed() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     needs = map(Requirement, re.findall(r'^  "(.+)",$', text.partition("\ndependencies")[2], re.MULTILINE))

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from patchpar.comm.transport import form_groups, watched
@@ -44,6 +45,7 @@ from patchpar.pipeline.whole_weights import make_whole_for
 from patchpar.plan.mesh import rank_sets
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.compiled import COMPILES_BLOCKS, ONE_GRAPH_FOR_ALL, unify_processors
 from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.parallel import OutputNeeded
@@ -117,6 +119,8 @@ class PipelineRunner:
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
         method = attrgetter(name)(self.pipe)
+        if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < ONE_GRAPH_FOR_ALL:
+            unify_processors(method.__self__)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
         with under_autocast(autocast, self.device.type):
             result = done_or_undone(self.pipe, name, method, args, kwargs)

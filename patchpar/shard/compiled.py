@@ -9,10 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from patchpar.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from torch import nn
+
+COMPILES_BLOCKS = "compile_repeated_blocks"
+LIMIT_ERRORS = frozenset({"RecompileLimitExceeded", "FailOnRecompileLimitHit"})
+"""What torch raises with `fullgraph=True` where it has compiled one forward as often as it may. torch 2.11 and newer
+have only the second."""
+ONE_GRAPH_FOR_ALL = Version("2.8")
+"""The first torch whose graphs do not depend on which object an attention processor is."""
 
 
 def is_compiled(module: Any) -> bool:
@@ -51,3 +60,30 @@ def uncompiled(network: nn.Module) -> Iterator[None]:
     finally:
         for module, implementation in zip(found, compiled, strict=True):
             module._compiled_call_impl = implementation
+
+
+def unify_processors(network: Any) -> None:
+    """Give attention layers whose processors are of one class of diffusers and hold nothing the first of these objects.
+
+    Before `ONE_GRAPH_FOR_ALL` torch compiles a block anew for each object, and a forward 8 times at most.
+    """
+    first: dict[type, Any] = {}
+    for layer in network.modules():
+        processor = vars(layer).get("processor")  # those that are modules are not in there
+        if type(processor).__module__.startswith("diffusers.") and not vars(processor):
+            layer.processor = first.setdefault(type(processor), processor)
+
+
+def refuse_recompilations(network: object, error: Exception) -> None:
+    """Raise UnsupportedModel if `error` is torch's that it has compiled one forward as often as it may."""
+    import torch
+
+    if type(error).__name__ not in LIMIT_ERRORS:
+        return
+    limit = torch._dynamo.config.cache_size_limit
+    raise UnsupportedModel(
+        f"torch {torch.__version__} has compiled a block of {type(network).__name__} {limit} times, its limit "
+        f"(torch._dynamo.config.cache_size_limit): torch before {ONE_GRAPH_FOR_ALL} compiles it for each attention "
+        f"processor, and any for each kind of input. Use torch {ONE_GRAPH_FOR_ALL} or newer, call {COMPILES_BLOCKS}() "
+        "of a ParallelPipeline, which lets layers share a processor, or leave the blocks uncompiled"
+    ) from error

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
+from patchpar.shard.compiled import refuse_recompilations
 
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says in a RuntimeError on the CPU."""
@@ -52,6 +53,7 @@ def refused_in_words(network: object, plan: str, way_out: str, plain: Callable[[
     except Exception as error:
         if isinstance(error, PatchparError) or not is_of_the_split(error):
             raise
+        refuse_recompilations(network, error)
         plain()
         raise UnsupportedModel(
             f"{type(network).__name__} cannot be run with plan {plan}: with its work split it fails, on one rank it "

@@ -95,5 +95,5 @@ class CompiledBlockHook(PatchHook):
         if not as_found:
             raise UnsupportedModel(
                 f"{self.where} is compiled and calls attention another number of times than the {len(self._points)} "
-                f"that were found: {WAY_OUT}"
+                f"that were found; torch may have left it uncompiled, which its warnings say: {WAY_OUT}"
             )
