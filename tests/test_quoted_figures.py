@@ -286,3 +286,9 @@ def test_how_often_the_predicted_plan_is_the_right_one() -> None:
         f"among the other five plans in {others[1]} of {len(settings)} ("
     )
     assert said in (REPOSITORY / "docs" / "simulator.md").read_text()
+
+
+def test_how_long_replayed_steps_take() -> None:
+    found = [float(row["off"].rstrip("%")) for row in written("delayed-links", "")]
+    said = f"in {sum(abs(off) <= 5 for off in found)} of {len(found)} cases, of 8 strategies over 12 links ("
+    assert said in (REPOSITORY / "docs" / "simulator.md").read_text()
