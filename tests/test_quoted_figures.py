@@ -281,14 +281,14 @@ def test_how_often_the_predicted_plan_is_the_right_one() -> None:
         r"Among the other plans alone the choice is right in (\d+)", (FIGURES / "ranking.md").read_text()
     )
     assert others
-    said = (
+    sentence = (
         f"in {right} of {len(settings)} settings, in {of_two} of which it was `cfg=2`; "
         f"among the other five plans in {others[1]} of {len(settings)} ("
     )
-    assert said in (REPOSITORY / "docs" / "simulator.md").read_text()
+    assert sentence in (REPOSITORY / "docs" / "simulator.md").read_text()
 
 
 def test_how_long_replayed_steps_take() -> None:
     found = [float(row["off"].rstrip("%")) for row in written("delayed-links", "")]
-    said = f"in {sum(abs(off) <= 5 for off in found)} of {len(found)} cases, of 8 strategies over 12 links ("
-    assert said in (REPOSITORY / "docs" / "simulator.md").read_text()
+    sentence = f"in {sum(abs(off) <= 5 for off in found)} of {len(found)} cases, of 8 strategies over 12 links ("
+    assert sentence in (REPOSITORY / "docs" / "simulator.md").read_text()

@@ -118,6 +118,7 @@ class MeasuredRank(PipelineRunner):
     def load_seconds(self, folder: str, plan: Plan, dtype: torch.dtype, copied: bool) -> float:
         """Seconds of loading a model, which is dropped afterwards; with `copied`, and of copying all its weights."""
         start, rank = time.perf_counter(), PipelineRunner(self.context)
+        self._connection_of_loading = rank._connection  # lives on: other ranks may wait for its messages
         rank.load(folder, {"torch_dtype": dtype}, 0, plan)
         if copied:
             networks = [each for each in rank.pipe.components.values() if isinstance(each, torch.nn.Module)]

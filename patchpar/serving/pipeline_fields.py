@@ -4,8 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from patchpar.serving.request_error import RequestError, nearest
 
@@ -96,7 +95,7 @@ def from_texts(kind: type[F], values: dict[str, str]) -> F:
 def _loras_of(kind: type[F], text: str) -> list[LoraField] | None:
     """Return the LoRAs of a form's field. Raises RequestError, and ValidationError that names the field."""
     try:
-        found = json.dumps({"prompt": "any", "lora": pydantic_core.from_json(text)})
+        found = json.dumps({"prompt": "any", "lora": TypeAdapter(Any).validate_json(text)})
     except ValueError:
         raise RequestError('lora: write it as JSON, such as [{"name": "ink", "scale": 0.8}]', param="lora") from None
     return kind.model_validate_json(found).lora

@@ -121,15 +121,15 @@ def test_an_event_that_starts_images_shows_progress_on_its_status_alone() -> Non
     with closing(state_of()) as state:
         page = build(state).get_config_file()
     names = {each["id"]: each["props"].get("elem_id") for each in page["components"]}
-    shown = {
+    progress = {
         names.get(target): [names[each] for each in event["show_progress_on"] or event["outputs"]]
         for event in page["dependencies"]
         for target, _ in event["targets"]
     }
     for button in ("image-generate", "edit-run", "compare-run", "high-res-run", "upscale-run"):
-        (status,) = shown[button]
+        (status,) = progress[button]
         assert status.endswith("-status")
-    assert len(shown["image-cancel"]) != 1, "the control"
+    assert len(progress["image-cancel"]) != 1, "the control"
 
 
 def test_jobs_with_a_button_to_cancel_them_come_back_after_a_reload() -> None:

@@ -60,7 +60,7 @@ def examined(this: PoolRank, name: str, plans: Sequence[str], verifications: str
     Collective: every rank of the pool calls it.
     """
     this.transport.deadline = PATIENCE
-    engine, subject = PipelineRunner(this.context), _Subject(name)
+    engine, subject = this.runner(), _Subject(name)
     trials = [_Trial(this, engine, subject, plan, Path(verifications)) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
