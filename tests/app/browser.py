@@ -71,12 +71,14 @@ class ServedApp:
 
 
 @contextmanager
-def served(variables: Mapping[str, str] = os.environ, stderr: Any = None) -> Iterator[ServedApp]:
+def served(
+    variables: Mapping[str, str] = os.environ, stderr: Any = None, *, devices: str = "cpu:2"
+) -> Iterator[ServedApp]:
     """The command itself, on any free port. Ctrl-C ends it and all that it has started, unless the block has.
 
     `stderr`: a file for what it says there.
     """
-    command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
+    command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", devices]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command, cwd=REPOSITORY, stdout=pipe, stderr=stderr, text=True, start_new_session=True, env={**variables}
