@@ -60,6 +60,8 @@ CLASSES = (
     "LTX2VideoTransformer3DModel",
     "MochiTransformer3DModel",
     "OmniGenTransformer2DModel",
+    "SanaTransformer2DModel",
+    "SanaVideoTransformer3DModel",
     "SkyReelsV2Transformer3DModel",
     "WanVACETransformer3DModel",
 )
