@@ -79,6 +79,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-device", choices=("cuda", "cpu"), default="cuda", help="where tests marked gpu run")
+    parser.addoption(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        help="in tests marked gpu that need several GPUs: ranks over NCCL on each",
+    )
 
 
 def pytest_configure() -> None:

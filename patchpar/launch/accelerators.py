@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -21,6 +22,8 @@ CUDA = KINDS[0]
 """The type of NVIDIA's and AMD's GPUs, which have Triton's kernels and those of attention."""
 
 MIG = " MIG "  # in the names of instances of a GPU
+NCCL_HOST = "NCCL_HOSTID"
+"""Names the host of a process for NCCL, which takes GPUs of two hosts for two, though they have one id."""
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends whose waits block the process; those of accelerators work in the device's streams."""
 
@@ -139,6 +142,7 @@ def card_id(device: str) -> str:
 
     Two cards differ in it. Their names do not tell: of ranks that see one card each, every one has "cuda:0". Instances
     of one card (MIG) have an id each, but NCCL refuses two of them as one GPU, so that they are known by their bus.
+    Where the environment names a host for NCCL (NCCL_HOSTID), a card is another one on each such host, as for NCCL.
     """
     if not is_accelerator(device):
         return ""
@@ -150,7 +154,8 @@ def card_id(device: str) -> str:
     if MIG in getattr(found, "name", "") and hasattr(found, "pci_bus_id"):
         uuid = ":".join(f"{getattr(found, name, 0):02x}" for name in ("pci_domain_id", "pci_bus_id", "pci_device_id"))
         uuid += f" of {this_host()}"
-    return f"{kind_of(device)} {uuid or f'{device} of {this_host()}'}"
+    of_host = f" of {os.environ[NCCL_HOST]}" if NCCL_HOST in os.environ else ""
+    return f"{kind_of(device)} {uuid or f'{device} of {this_host()}'}{of_host}"
 
 
 def name_of(device: str) -> str:

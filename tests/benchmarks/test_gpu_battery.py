@@ -21,7 +21,7 @@ from benchmarks.gpu.battery.part import MEASUREMENTS, TestReporter
 from benchmarks.gpu.battery.part import tests as run_tests
 from benchmarks.gpu.battery.parts import INTERRUPTED, PARTS, Part, run_part
 from benchmarks.gpu.battery.report import NOT_A_GPU
-from benchmarks.gpu.battery.timing import STRATEGIES, WHOLE, left_out
+from benchmarks.gpu.battery.timing import STRATEGIES, WHOLE, Times, left_out
 from patchpar.errors import ExchangeError
 
 ROOT = Path(__file__).parents[2]
@@ -264,8 +264,9 @@ def test_a_strategy_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -
             if strategy == "pcpp":
                 raise ExchangeError("rank 1 has ended\nwhile it waited")
             kind = "" if strategy == "plain" else "exact"
-            own = {(kind, "eager"): (4.0, 1.0)}
-            return [{**own, (kind, "graph"): (2.0, 0.1)}, own | {(kind, "eager"): (6.0, 2.0)}]
+            own = {(kind, "eager"): Times(4.0, 1.0, 0.0)}
+            of_graph = {(kind, "graph"): Times(2.0, 0.1, 0.0)}
+            return [own | of_graph, {(kind, "eager"): Times(6.0, 2.0, 0.0)}]
 
     monkeypatch.setattr(ranks, "LocalExecutor", Pool)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)

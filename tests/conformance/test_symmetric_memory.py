@@ -52,9 +52,9 @@ class SimulatedMemory:
 def sharing(transport: TorchTransport, stand_in: StandIn, world: int) -> SimulatedMemory:
     """The memory of a rank, in use."""
     collectives: Any = transport.collectives
-    found = SimulatedMemory(stand_in._new_group(range(world)))
-    with mock.patch.object(torch_collectives, "formed", return_value=found):
-        collectives.form([tuple(range(world))], symmetric_memory=True)
+    ranks = tuple(range(world))
+    found = collectives._tried[ranks] = SimulatedMemory(stand_in._new_group(ranks))
+    collectives.form([ranks], symmetric_memory=True)
     return found
 
 

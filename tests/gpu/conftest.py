@@ -1,13 +1,16 @@
-"""One rank of several on a GPU that is not there, and the networks that it runs."""
+"""One rank of several on a GPU that is not there, and the networks that it runs; the GPUs that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
 
 from benchmarks.gpu.denoisers import DENOISERS, Denoiser
 from benchmarks.gpu.strategies import FakeRank, fake_rank
+from tests.gpu.cards import cards_of, nccl_on_one_card
 from tests.gpu.short_models import LAYERS, PIXELS, WORLD
 
 
@@ -28,3 +31,18 @@ class Models(dict[str, Denoiser]):
 @pytest.fixture(scope="module")
 def models(rank: FakeRank) -> dict[str, Denoiser]:
     return Models()
+
+
+@pytest.fixture(scope="session")
+def kind(request: pytest.FixtureRequest) -> str:
+    """Type of the devices of tests marked gpu."""
+    kind = str(request.config.getoption("--gpu-device"))
+    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
+    return kind
+
+
+@pytest.fixture
+def cards(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[..., list[str]]]:
+    """A device for each rank, which use NCCL. See `cards_of`."""
+    with nccl_on_one_card(request.config):
+        yield partial(cards_of, request.config)

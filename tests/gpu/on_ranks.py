@@ -69,6 +69,31 @@ def parity_in_symmetric_memory(this: PoolRank, name: str, dtype: torch.dtype) ->
 
 
 @torch.no_grad()
+def awaited(this: PoolRank, deadline: float, connects: bool) -> tuple[float, str]:
+    """Seconds in which ranks that wait for the last one go on, and what they say; it never comes.
+
+    `connects`: beforehand, as before every plan. Else they wait for it in the call that begins the exchange.
+    """
+    device, peers = torch.device(this.context.device), tuple(range(this.world))
+    collectives: Any = this.transport.collectives
+    assert collectives is not None, "ranks with a card each exchange through NCCL"
+    if connects:
+        collectives.form([peers])
+    this.transport.deadline, start = deadline, time.monotonic()
+    if this.rank == this.world - 1:
+        time.sleep(deadline + 2)
+        return 0.0, ""
+    own, rows = torch.ones(8, device=device), torch.empty(this.world, 8, device=device)
+    try:
+        collectives.all_gather(peers, own, rows, (), "a message that nobody sends", bulk=False).wait()
+        this.transport.settle("the end")
+        (rows + 1).cpu()
+    except ExchangeError as error:
+        return time.monotonic() - start, str(error)
+    return time.monotonic() - start, ""
+
+
+@torch.no_grad()
 def aborted(this: PoolRank) -> tuple[float, str]:
     """Seconds in which the groups end while there is a graph with messages of both, and what its replay says then."""
     device, peers = torch.device(this.context.device), tuple(range(this.world))

@@ -14,14 +14,6 @@ from patchpar.shard.weights.host_segment import HostSegment
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def kind(request: pytest.FixtureRequest) -> str:
-    """Type of the devices."""
-    kind = request.config.getoption("--gpu-device")
-    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
-    return kind
-
-
 def test_kernels_run_here(kind: str) -> None:
     if kind == "cpu":
         pytest.skip("a CPU has none")

@@ -24,20 +24,13 @@ from patchpar.shard.graphs import step_graphs
 from patchpar.shard.graphs.recorder import recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
 from tests.exact import denoisers
+from tests.gpu.cards import cards_of, nccl_on_one_card
 from tests.gpu.on_ranks import GpuErrors
 from tests.modules.networks import call_of, network
 from tests.tensors import relative
 
 pytestmark = pytest.mark.gpu
 ROUNDING = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-
-
-@pytest.fixture
-def kind(request: pytest.FixtureRequest) -> str:
-    """Type of the devices."""
-    kind = request.config.getoption("--gpu-device")
-    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
-    return kind
 
 
 def on_ranks(devices: Sequence[str], function: str, *args: Any) -> list[Any]:
@@ -96,54 +89,63 @@ def test_products_are_not_rounded_while_bands_are_verified(
         assert allowed
 
 
-def cards(kind: str, *, most: int = 4, on_cpu: int = 0) -> list[str]:
-    """A card for each rank, `most` of them; `on_cpu` workers of a CPU. Skips the test where there are not two."""
-    count = torch.cuda.device_count() if kind != "cpu" else on_cpu
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    return [f"{kind}:{rank}" if kind != "cpu" else "cpu" for rank in range(min(count, most))]
+@pytest.fixture(scope="module")
+def each(request: pytest.FixtureRequest) -> Iterator[Callable[..., list[Any]]]:
+    """Ranks with a card each, which exchange through NCCL; what it yields runs a function on them."""
+    with nccl_on_one_card(request.config), started(cards_of(request.config)) as pool:
+        yield lambda function, *args: pool.call("run", function, len(pool.devices), "auto", args)
 
 
 @pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
-def test_ranks_with_a_card_each(kind: str, dtype: torch.dtype) -> None:
-    """They exchange through NCCL."""
-    check(on_ranks(cards(kind, on_cpu=2), "tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
+def test_ranks_with_a_card_each(each: Callable[..., list[Any]], dtype: torch.dtype) -> None:
+    check(each("tests.gpu.on_ranks:parity", "sdxl", dtype), dtype)
 
 
-def test_as_many_ranks_as_cards(kind: str) -> None:
-    devices = cards(kind, most=8, on_cpu=5)
-    if len(devices) <= 4:
-        pytest.skip("needs more than four GPUs")
+def test_as_many_ranks_as_cards(cards: Callable[..., list[str]]) -> None:
+    devices = cards(least=5, most=8, on_cpu=5)
     found = on_ranks(devices, "tests.gpu.on_ranks:parity", "sdxl", torch.float16, "exact", 8 * len(devices))
     check(found, torch.float16)
 
 
-def test_small_exchanges_in_symmetric_memory(kind: str) -> None:
+def test_small_exchanges_in_symmetric_memory(kind: str, cards: Callable[..., list[str]]) -> None:
     """By a kernel that writes the other cards' memory; where the cards cannot, all ranks go on with NCCL."""
-    devices = cards(kind)
+    if kind == "cpu":
+        pytest.skip("workers of a CPU have no NCCL")
+    devices = cards()
     found = on_ranks(devices, "tests.gpu.on_ranks:parity_in_symmetric_memory", "sdxl", torch.float16)
     check([errors for errors, _ in found], torch.float16)
-    accessible = all(torch.cuda.can_device_access_peer(0, other) for other in range(1, len(devices)))
+    others = sorted({torch.device(device).index for device in devices} - {0, None})
+    accessible = bool(others) and all(torch.cuda.can_device_access_peer(0, other) for other in others)
     assert {has_memory for _, has_memory in found} == {accessible}
 
 
 @pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges"])
-def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, strategy: str) -> None:
+def test_graphs_of_steps_with_nccl_equal_the_steps(kind: str, each: Callable[..., list[Any]], strategy: str) -> None:
     """Kernels and messages of a step as one CUDA graph, on ranks with a card each."""
+    if kind == "cpu":
+        pytest.skip("a CPU has no graphs")
     evaluations = 7
-    for differences, replays in on_ranks(
-        cards(kind), "tests.gpu.on_ranks:replayed", "sdxl", torch.float16, strategy, evaluations
-    ):
+    for differences, replays in each("tests.gpu.on_ranks:replayed", "sdxl", torch.float16, strategy, evaluations):
         assert max(differences) <= ROUNDING[torch.float16] / 10
         assert replays == evaluations - (2 if strategy == "exact" else 3)
 
 
-def test_groups_end_at_once_though_a_graph_has_their_messages(kind: str) -> None:
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_rank_that_does_not_come(kind: str, each: Callable[..., list[Any]], connects: bool) -> None:
+    """The others are free again by the deadline, and the next exchanges work."""
+    if kind == "cpu":
+        pytest.skip("workers of a CPU have no NCCL")
+    seconds, message = each("tests.gpu.on_ranks:awaited", 4.0, connects)[0]
+    assert seconds < 4.0 + ABORT_SECONDS
+    assert "a message that nobody sends" in message
+    check(each("tests.gpu.on_ranks:parity", "sdxl", torch.float32), torch.float32)
+
+
+def test_groups_end_at_once_though_a_graph_has_their_messages(kind: str, each: Callable[..., list[Any]]) -> None:
     """NCCL waits until no graph is left, and the kernels of one group hold up the end of another."""
-    count = torch.cuda.device_count() if kind != "cpu" else 0
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    for seconds, message in on_ranks([f"{kind}:{rank}" for rank in range(2)], "tests.gpu.on_ranks:aborted"):
+    if kind == "cpu":
+        pytest.skip("a CPU has no graphs")
+    for seconds, message in each("tests.gpu.on_ranks:aborted"):
         assert seconds < ABORT_SECONDS
         assert "cannot be replayed" in message
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import StreamDelivery
@@ -17,14 +17,6 @@ from tests.stream.tiny import write_folder
 
 pytestmark = pytest.mark.gpu
 BLOCKS, PER_BLOCK, FPS = 6, 4, 20
-
-
-@pytest.fixture
-def kind(request: pytest.FixtureRequest) -> str:
-    """Type of the devices."""
-    kind = request.config.getoption("--gpu-device")
-    assert kind == "cpu" or torch.cuda.is_available(), "torch finds no GPU here: use --gpu-device cpu to try the tests"
-    return str(kind)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +63,9 @@ def test_a_stage_that_is_killed_on_one_card(kind: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [None, 1])
-def test_stages_with_a_card_each(kind: str, folder: Path, killed: int | None) -> None:
+def test_stages_with_a_card_each(cards: Callable[..., list[str]], folder: Path, killed: int | None) -> None:
     """Latents go through NCCL, also after a rank has been started anew."""
-    count = torch.cuda.device_count() if kind != "cpu" else 3
-    if count < 3:
-        pytest.skip("needs three GPUs")
-    devices = ["cpu"] * 3 if kind == "cpu" else [f"{kind}:{rank}" for rank in range(3)]
+    devices = cards(least=3, most=3, on_cpu=3)
     frames, stayed = frames_on(devices, folder, killed=killed)
     assert stayed == [True, killed is None, True]
     if killed is None:

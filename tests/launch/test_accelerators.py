@@ -13,6 +13,7 @@ from patchpar.launch.accelerators import (
     default_backend,
     device_count,
     group_backend,
+    kind_of_card,
     main_kind,
     pin_host_memory,
     random_state,
@@ -94,6 +95,18 @@ def test_cards_without_ids_are_told_apart_on_one_host_only(monkeypatch):
     pretend(monkeypatch, FakeGpus([None, None]))
     assert card_id("cuda:0") != card_id("cuda:1")
     assert card_id("cuda:0").startswith("cuda cuda:0 of ")
+
+
+def test_a_card_on_two_hosts_of_nccl_is_two(monkeypatch):
+    """NCCL compares hosts and buses, and its environment may name the host."""
+    pretend(monkeypatch, FakeGpus(["A", "B"]))
+    found = set()
+    for host in ("one", "one", "other"):
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        found.add(card_id("cuda:0"))
+    assert len(found) == 2
+    assert {kind_of_card(card) for card in found} == {"cuda"}
+    assert card_id("cpu") == ""
 
 
 def test_the_current_device(monkeypatch):

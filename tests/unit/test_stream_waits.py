@@ -17,6 +17,7 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, form_groups, stream_waits
 from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
+from patchpar.comm.transport.torch_collectives import LARGE
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.launch.hang_detection import WORK_TIMES
@@ -64,6 +65,14 @@ class Group:
         self.gpu, self.ranks = gpu, list(ranks)
         self.is_urgent = options is not None and options.is_high_priority_stream
         gpu.groups.append(self)
+
+    def all_gather_single(self, rows: Any, own: Any, options: Any) -> Work:
+        self.gpu.enqueued.append(f"gather {own.numel()}{' urgent' * self.is_urgent}")
+        return Work(self.gpu, ())
+
+    def all_to_all_single(self, into: Any, own: Any, *rest: Any) -> Work:
+        self.gpu.enqueued.append(f"all to all{' urgent' * self.is_urgent}")
+        return Work(self.gpu, ())
 
     def abort(self) -> None:
         self.gpu.enqueued.append("abort")
@@ -204,6 +213,17 @@ def test_what_this_step_needs_has_a_stream_of_its_own_and_priority(gpu: Gpu) -> 
     assert [(group.ranks, group.is_urgent) for group in gpu.groups[2:]] == [([0, 2], True), ([0, 2], False)]
 
 
+def test_ranks_connect_when_their_groups_are_made(gpu: Gpu) -> None:
+    """By one operation of each kind and size: the first waits for the others in a call, and so would a step."""
+    collectives: Any = transport().collectives
+    gpu.enqueued.clear()
+    for _ in range(2):
+        collectives.form([(0, 1, 2)])
+    begun = [each for each in gpu.enqueued if each != "wait"]
+    bulk = ["gather 1", f"gather {LARGE}", "all to all"]
+    assert begun == [*(f"{each} urgent" for each in bulk), *bulk]
+
+
 def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
     line = transport()
     into = torch.zeros(2)
@@ -261,6 +281,32 @@ def test_a_late_message_frees_the_stream_though_the_process_is_blocked(gpu: Gpu)
     assert gpu.enqueued[-1] == "abort"
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] .* within 0.05 s"):
         line.settle("end of the call")
+    line.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_exchange_whose_begin_waits_for_the_others_ends(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+) -> None:
+    """NCCL connects in the first call of a kind, which returns when the other rank has made it, or has been aborted."""
+    line, flag = transport(deadline=60.0 if is_cut else 0.6), RecordedFlag()
+    line.waiting = flag
+    assert line.waits is not None
+    line.waits._is_cut = lambda: is_cut
+
+    def connecting(operations: Sequence[Any]) -> Any:
+        give_up = time.monotonic() + 30
+        while "abort" not in gpu.enqueued and time.monotonic() < give_up:
+            time.sleep(0.01)
+        raise RuntimeError("aborted by another thread")
+
+    monkeypatch.setattr(torch.distributed, "batch_isend_irecv", connecting)
+    reason = "as a rank is gone" if is_cut else "within 0.6 s"
+    with pytest.raises(
+        ExchangeError, match=rf"rank 2 at norm1: the other ranks have not come to the exchange.* {reason}"
+    ):
+        line.send_recv([], [Incoming(1, (SPEC,))], "norm1")
+    assert is_cut or True in flag.values, "the caller is told that this rank only waits"
     line.close()
 
 

@@ -116,7 +116,7 @@ def _measured(device: str, forward: Callable[[], object]) -> tuple[float, float]
     """Return the median seconds of a pass, and the most bytes of the device's memory in all passes."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds, _ = seconds_of(device, forward)
+    seconds = seconds_of(device, forward).seconds
     return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0.0
 
 
@@ -124,7 +124,7 @@ def _copy_seconds(device: str, weights: ShardedWeights, store: HostStore) -> lis
     """Return how long the bytes of each block take into a slot, with nothing beside."""
     slot = torch.empty(max(map(store.rows, weights.blocks)), dtype=torch.uint8, device=store.device)
     starts = [store.bring(index, slot) for index in range(len(weights.blocks))]
-    return [seconds_of(device, lambda start=start: start().wait())[0] for start in starts]
+    return [seconds_of(device, lambda start=start: start().wait()).seconds for start in starts]
 
 
 def _block_seconds(device: str, network: nn.Module, forward: Callable[[], object]) -> list[float]:

@@ -14,6 +14,7 @@ from benchmarks.gpu.battery import hosted, ranks, timing
 from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
+RANKS_ON_ONE = 4  # that use NCCL where there is one GPU
 
 
 def facts(device: str) -> Iterator[Row]:
@@ -35,6 +36,7 @@ def tests(device: str, known: Sequence[Row], write: Callable[[Row], None]) -> No
     These are not run again. Raises RuntimeError if pytest cannot run the tests.
     """
     import pytest
+    import torch
 
     failed = {row["test"] for row in known if row["result"] == "failed"}
     passed = [row for row in known if row["result"] == "passed" and row["test"] not in failed]
@@ -42,6 +44,8 @@ def tests(device: str, known: Sequence[Row], write: Callable[[Row], None]) -> No
         write(row)
     reporter = TestReporter([row["test"] for row in passed], write)
     options = ["-m", "gpu", "-p", "no:cacheprovider", "-q", f"--gpu-device={device}"]
+    if device == "cuda" and torch.cuda.device_count() == 1:
+        options.append(f"--ranks-per-gpu={RANKS_ON_ONE}")
     code = pytest.main([*options, "tests/gpu"], plugins=[reporter])
     has_run = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if code not in has_run and not (passed and code == pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -91,6 +95,7 @@ MEASUREMENTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "facts": facts,
     "layers": timing.layers,
     "overhead": timing.overhead,
+    "compiled": timing.compiled,
     "ranks": ranks.ranks,
     "hosted": hosted.hosted,
 }

@@ -4,6 +4,7 @@ facts      the GPUs, the driver, and what patchpar will use
 tests      the tests marked `gpu`
 layers     where the time of one plain forward goes, by type of layer
 overhead   a rank's own work, without waiting for messages, against the plain forward
+compiled   the same with blocks that torch.compile has compiled
 ranks      steps with a GPU for each rank, against the plain forward
 hosted     weights in host memory, against the law of docs/weights.md and diffusers' group offload
 """
@@ -46,7 +47,8 @@ PARTS = (
         name="tests",
         title="Tests",
         explanation="Each test marked `gpu`: ranks against one process, half precision, kernels against their eager "
-        "twins, synchronisations, copies.",
+        "twins, synchronisations, copies. Ranks with a card each use NCCL; where there is one card, four share it, to "
+        "NCCL as on four hosts: through sockets, and in turns on the card.",
         least_seconds=20.0,
     ),
     Part(
@@ -61,9 +63,15 @@ PARTS = (
         name="overhead",
         title="A rank's own work",
         explanation="Rank 1 of 4 with messages that cost nothing, against one process; `ideal` is a quarter of it. "
-        "`host` is the time after which the process has enqueued everything. A step runs from Python, or as a CUDA "
-        "graph.",
+        "`host` is the time after which the process has enqueued everything; `MiB` the memory that a step takes beside "
+        "weights and what is kept between steps. A step runs from Python, or as a CUDA graph.",
         least_seconds=20.0,
+    ),
+    Part(
+        name="compiled",
+        title="With compiled blocks",
+        explanation="The same after `compile_repeated_blocks(fullgraph=True)`, in the plain forward too.",
+        least_seconds=60.0,
     ),
     Part(
         name="ranks",

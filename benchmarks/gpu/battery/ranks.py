@@ -14,6 +14,7 @@ from benchmarks.gpu.battery.timing import (
     STRATEGIES,
     Row,
     Times,
+    cells,
     left_out,
     models,
     of_plain,
@@ -68,13 +69,13 @@ def _on(device: str, world: int, names: list[str]) -> Iterator[Row]:
                 except PatchparError as error:
                     yield {**row, "result": "failed", "note": str(error).splitlines()[0][:200]}
                     break
-                for (kind, how), (seconds, host) in found.items():
+                for (kind, how), times in found.items():
                     if strategy == PLAIN:
-                        plain[name, how] = seconds
-                    times: Row = {"ms": 1e3 * seconds, "host ms": 1e3 * host}
+                        plain[name, how] = times.seconds
+                    of_step = cells(times)
                     if (name, how) in plain:
-                        times["of ideal"] = seconds / (plain[name, how] / world)
-                    yield {**row, "step": f"{kind}, {how}" if kind else how, **times}
+                        of_step["of ideal"] = times.seconds / (plain[name, how] / world)
+                    yield {**row, "step": f"{kind}, {how}" if kind else how, **of_step}
 
 
 def slowest(of_ranks: list[Found]) -> Found:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -33,6 +33,7 @@ from patchpar.strategies import parse_strategy
 
 RANK, WORLD = 1, 4
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
+RECOMMENDED = ("exact", "fresh-edges")
 TIMES, WARM_UP = 5, 2
 HEAD_START = 2 * 10**8
 """Cycles for which the device waits while the process enqueues a forward: about a tenth of a second."""
@@ -49,8 +50,14 @@ TINY: dict[str, Any] = {
 
 OUTSIDE, WHOLE = "outside of these layers", "whole forward"
 Row = dict[str, Any]
-Times = tuple[float, float]
-"""Seconds of a call, and of what the process takes to enqueue it."""
+
+
+class Times(NamedTuple):
+    """Of a call: seconds, those that the process takes to enqueue it, and MiB of the device that it takes beside."""
+
+    seconds: float
+    enqueued: float
+    mib: float
 
 
 def layers(device: str) -> Iterator[Row]:
@@ -84,19 +91,40 @@ def overhead(device: str) -> Iterator[Row]:
     for name, denoiser in models(device):
         with on_device(device), torch.no_grad():
             plain = dict(of_plain(device, denoiser))
-            for step, (seconds, host) in plain.items():
-                yield {"model": name, "strategy": "plain", "step": step, "ms": 1e3 * seconds, "host ms": 1e3 * host}
+            for step, times in plain.items():
+                yield {"model": name, "strategy": "plain", "step": step, **cells(times)}
             for strategy in STRATEGIES:
                 yield from _rows_of(device, name, denoiser, strategy, plain)
+
+
+def compiled(device: str) -> Iterator[Row]:
+    """Yield the same with the blocks compiled, of the plain forward and of the strategies that are recommended."""
+    yield from left_out(device)
+    for name, denoiser in models(device):
+        with on_device(device), torch.no_grad():
+            denoiser.network.compile_repeated_blocks(
+                fullgraph=True, **({} if device == "cuda" else {"backend": "eager"})
+            )
+            plain = dict(of_plain(device, denoiser))
+            for step, times in plain.items():
+                yield {"model": name, "strategy": "plain", "step": step, **cells(times)}
+            for strategy in RECOMMENDED:
+                yield from _rows_of(device, name, denoiser, strategy, plain)
+
+
+def cells(times: Times) -> Row:
+    """Return what a row says of a call. A graph has taken its memory before."""
+    found: Row = {"ms": 1e3 * times.seconds, "host ms": 1e3 * times.enqueued}
+    return {**found, "MiB": round(times.mib)} if times.mib else found
 
 
 def _rows_of(device: str, name: str, denoiser: Denoiser, strategy: str, plain: dict[str, Times]) -> Iterator[Row]:
     """Yield the rows of a strategy. One that takes more memory than there is says so, and the others go on."""
     row: Row = {"model": name, "strategy": f"`{strategy}`"}
     try:
-        for step, how, (seconds, host) in _rank_times(device, denoiser, strategy):
-            times = {"ms": 1e3 * seconds, "host ms": 1e3 * host, "of ideal": seconds / (plain[how][0] / WORLD)}
-            yield {**row, "step": f"{step}, {how}", **times}
+        for step, how, times in _rank_times(device, denoiser, strategy):
+            of_ideal = times.seconds / (plain[how].seconds / WORLD)
+            yield {**row, "step": f"{step}, {how}", **cells(times), "of ideal": of_ideal}
     except torch.OutOfMemoryError:
         yield {**row, "step": "out of memory"}
         torch.cuda.empty_cache()
@@ -249,9 +277,10 @@ def opened(
 
 
 def seconds_of(device: str, call: Callable[[], object]) -> Times:
-    """Return the median seconds of a call, and of what the process takes to enqueue it."""
+    """Return the medians of a call's seconds, and of what the process takes to enqueue it; and what memory it takes."""
     whole, enqueued = [], []
     warm_up, times = turns_of(device)
+    mib = _mib_of(device, call)
     for turn in range(warm_up + times):
         wait(device)
         began = time.perf_counter()
@@ -261,7 +290,21 @@ def seconds_of(device: str, call: Callable[[], object]) -> Times:
         if turn >= warm_up:
             whole.append(time.perf_counter() - began)
             enqueued.append(returned - began)
-    return statistics.median(whole), statistics.median(enqueued)
+    return Times(statistics.median(whole), statistics.median(enqueued), mib)
+
+
+def _mib_of(device: str, call: Callable[[], object]) -> float:
+    """Return by how many MiB a GPU's tensors grow during a call, at most; 0 on a CPU."""
+    if device == "cpu":
+        call()
+        return 0.0
+    call()  # what it keeps is there before
+    wait(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    wait(device)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def turns_of(device: str) -> tuple[int, int]:

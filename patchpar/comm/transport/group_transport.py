@@ -1,5 +1,6 @@
 """What transports over process groups have in common: how operations begin, are awaited, and end after a failure."""
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -36,14 +37,23 @@ class GroupTransport(Poisonable):
         """
         if self.is_poisoned:
             self.check(where)
+        waits = self.waits
+        if waits is not None:
+            waits.begun = time.monotonic(), self.rank, where
+            if not waits.has_news:
+                waits.wake_watch()
         try:
             return handle(self, begin(), buffers, incoming, where)
         except RuntimeError as error:  # of torch: a peer is gone, or the group was aborted
             if self.is_captured:
                 raise
-            text = f"rank {self.rank} at {where}: cannot exchange messages ({error})"
+            late = "" if waits is None else waits.late
+            text = late or f"rank {self.rank} at {where}: cannot exchange messages ({error})"
             self.poison(text)
             raise ExchangeError(text) from error
+        finally:
+            if waits is not None:
+                waits.begun = None
 
     @property
     def is_captured(self) -> bool:

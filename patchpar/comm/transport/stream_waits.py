@@ -13,6 +13,9 @@ is complete and the one after it is not, the stream waits for another rank. The 
 process enqueues a wait long before the GPU comes to it, where a call of the network takes minutes. Another rank may
 have to compute for as long as this one, so that what has been seen of that is added.
 
+NCCL connects two ranks, for each kind of operation, in the first call of it, which returns when both have made it: then
+it is the process that waits. The thread sees that as well, and aborts the groups.
+
 Captured graphs with messages in them are noted here, since they have to be released before the groups end.
 """
 
@@ -68,9 +71,14 @@ and waits in one), whether it is over, and what names rank, exchange point, peer
 call of Python in every exchange.
 """
 
+Begun = tuple[float, int, str]
+"""An exchange that the process is about to begin: since when, its rank, and where."""
+
 
 class StreamWaits:
     """Works that streams wait for, of devices of type `kind`.
+
+    `begun` is set by who begins an exchange, until that has returned. An attribute, for the same reason as above.
 
     `deadline` returns the limit of one in seconds, which may change.
     `on_late` is called once, by any thread, with what has not arrived. `report` gets at each look whether the stream
@@ -91,9 +99,10 @@ class StreamWaits:
         self._is_cut, self._on_thread = is_cut, on_thread
         self._graphs = weakref.WeakSet[Any]()
         self._awaited: deque[Awaited] = deque()
+        self.begun: Begun | None = None
         self._lock = threading.Lock()
         self._news = threading.Event()  # set while works are awaited, and at the end
-        self._has_news = False  # the same: asking the event costs more
+        self.has_news = False  # the same: asking the event costs more
         self._closed = False
         self._paused = 0
         self._captures = False
@@ -121,9 +130,14 @@ class StreamWaits:
         self._awaited.append((time.monotonic(), begin.query, end.query, what))
         if ENQUEUED in works:
             self._waits_unseen = True
-        if not self._has_news:
-            self._wake_watch()
+        if not self.has_news:
+            self.wake_watch()
         return StreamStall(begin, end)
+
+    @property
+    def late(self) -> str:
+        """What has not arrived in time; empty if nothing is late."""
+        return self._late
 
     def watch(self, is_over: Callable[[], bool], what: Callable[[], str]) -> None:
         """See to it that something which a stream has begun is over before the deadline; `what` says what it is.
@@ -131,12 +145,12 @@ class StreamWaits:
         Its time begins when that which the stream began before is over.
         """
         self._awaited.append((time.monotonic(), None, is_over, what))
-        if not self._has_news:
-            self._wake_watch()
+        if not self.has_news:
+            self.wake_watch()
 
-    def _wake_watch(self) -> None:
-        """Let the thread look; it looks again after it has cleared `_has_news`: nothing is missed without a lock."""
-        self._has_news = True
+    def wake_watch(self) -> None:
+        """Let the thread look; it looks again after it has cleared `has_news`: nothing is missed without a lock."""
+        self.has_news = True
         if self._watch is None:
             self._watch = threading.Thread(target=self._watch_over, name="patchpar-deadline", daemon=True)
             self._watch.start()
@@ -211,15 +225,17 @@ class StreamWaits:
             self._news.wait()
             time.sleep(GLANCE)
             self.look()
-            if not self._awaited and not self._closed:
-                self._has_news = False
+            if not self._awaited and self.begun is None and not self._closed:
+                self.has_news = False
                 self._news.clear()
-                if self._awaited or self._closed:  # meanwhile
-                    self._has_news = True
+                if self._awaited or self.begun is not None or self._closed:  # meanwhile
+                    self.has_news = True
                     self._news.set()
 
     def look(self) -> None:
         """Forget works that are complete; report the first that is late."""
+        if self._begins_too_long():
+            self._on_late(self._late)
         with self._lock:
             if self._paused or self._late:
                 return
@@ -227,17 +243,36 @@ class StreamWaits:
                 self._awaited.popleft()
                 self._moved_on, self._waits_since = time.monotonic(), 0.0
             if not self._awaited:
-                self._report(False)
+                self._report(self._begin_lasts())
                 return
             since, has_begun, _, what = self._awaited[0]
             waits = None if has_begun is None else has_begun()
-            self._report(not self._closed and waits is True)
+            self._report(not self._closed and (waits is True or self._begin_lasts()))
             lateness = ", as a rank is gone" if self._is_cut() else self._lateness(since, waits=waits)
             if not lateness or self._closed:  # whose transport may have other groups by now
                 return
             self._late = what() + lateness
             self._report(False)
         self._on_late(self._late)
+
+    def _begin_lasts(self) -> bool:
+        """Whether the process waits in a call that begins an exchange, as it seems."""
+        begun = self.begun
+        return begun is not None and not self._closed and time.monotonic() - begun[0] > GLANCE
+
+    def _begins_too_long(self) -> bool:
+        """Note, once, that the process has waited too long in a call that begins an exchange; return whether it has."""
+        with self._lock:
+            begun = self.begun
+            if begun is None or self._late or self._closed:
+                return False
+            since, rank, where = begun
+            passed, limit = time.monotonic() - since, self._deadline() + 2 * self._computed
+            if passed <= limit and not self._is_cut():
+                return False
+            gone = ", as a rank is gone" if passed <= limit else f" within {limit:g} s"
+            self._late = f"rank {rank} at {where}: the other ranks have not come to the exchange{gone}"
+            return True
 
     def _lateness(self, since: float, *, waits: bool | None) -> str:
         """Return how the first awaited exchange is late, for the message; empty if it is not.

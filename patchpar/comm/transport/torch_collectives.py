@@ -19,7 +19,10 @@ from patchpar.comm.transport.packing import pack_row, row_of
 from patchpar.comm.transport.symmetric_memory import SLOT, PeerMemory, formed
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.comm.transport.torch_work import FilledBuffer, TorchWork
+from patchpar.launch.accelerators import HOST_BACKENDS
 
+LARGE = 2**21  # bytes
+CONNECTING = "the first exchange of these ranks"
 Buffers = tuple[Sequence[Tensor], Sequence[Tensor]]
 Begin = Callable[[], Sequence[dist.Work]]
 Handle = Callable[..., TorchWork[T]]
@@ -40,6 +43,7 @@ class TorchCollectives:
 
     def __init__(self, groups: ProcessGroups, device: torch.device, start: Start) -> None:
         self._groups, self._device, self._start = groups, device, start
+        self._connected: set[tuple[int, ...]] = set()
         self._methods = _KnownMethods(groups)
         self._peers: dict[tuple[int, ...], PeerMemory] = {}  # in use
         self._tried: dict[tuple[int, ...], PeerMemory | None] = {}
@@ -48,12 +52,29 @@ class TorchCollectives:
         """See `Collectives`."""
         self._groups.form(sets, with_bulk=True)
         self._peers.clear()
+        for ranks in filter(self._groups.has, sets):
+            if self._groups.backend not in HOST_BACKENDS and ranks not in self._connected:
+                self._connect(ranks)
         for ranks in filter(self._groups.has, sets) if symmetric_memory else ():
             if ranks not in self._tried:
                 group = self._groups.of(ranks, bulk=False)
                 self._tried[ranks] = formed(ranks, group, self._device, partial(self._gathered, ranks))
             if found := self._tried[ranks]:
                 self._peers[ranks] = found
+
+    def _connect(self, ranks: tuple[int, ...]) -> None:
+        """Use each kind of operation once. NCCL connects in the first call, of small ones otherwise than of large ones.
+
+        That call returns when the others have come to it: no step waits there.
+        """
+        sizes = [1] * len(ranks)
+        for bulk in (False, True):
+            for size in (1, LARGE):
+                own = torch.zeros(size, dtype=torch.uint8, device=self._device)
+                self.all_gather(ranks, own, own.new_empty(len(ranks), size), (), CONNECTING, bulk=bulk).wait()
+            sent, into = (FlatParts(torch.zeros(len(ranks), device=self._device), sizes) for _ in range(2))
+            self.all_to_all(ranks, sent, into, (), CONNECTING, bulk=bulk).wait()
+        self._connected.add(ranks)
 
     def _gathered(self, ranks: tuple[int, ...], own: Tensor) -> Tensor:
         """Return `own` [N] of all ranks, [P, N]."""
@@ -68,6 +89,7 @@ class TorchCollectives:
     def forget(self) -> None:
         """Forget groups that have been made anew."""
         self._methods.clear()
+        self._connected.clear()
 
     def covers(self, ranks: tuple[int, ...]) -> bool:
         """See `Collectives`."""
