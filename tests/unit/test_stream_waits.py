@@ -310,6 +310,29 @@ def test_an_exchange_whose_begin_waits_for_the_others_ends(
     line.close()
 
 
+def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of deadlines aborts what is late, and the call that fails by it closes its transport."""
+    line, aborts, goes_on = transport(), threading.Event(), threading.Event()
+
+    def abort(group: Group) -> None:
+        aborts.set()
+        goes_on.wait(30)
+        gpu.enqueued.append("aborted")
+
+    monkeypatch.setattr(Group, "abort", abort)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: gpu.enqueued.append("released"))
+    threads = [threading.Thread(target=line.poison, args=("late",)), threading.Thread(target=line.close)]
+    threads[0].start()
+    assert aborts.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    goes_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert gpu.enqueued[-4:] == ["aborted"] * 2 + ["released"] * 2
+
+
 class Clock:
     """In the place of `time`. `now`: seconds."""
 

@@ -44,6 +44,7 @@ class ProcessGroups:
         self._timeout = NCCL_TIMEOUT if backend == "nccl" else timedelta(seconds=deadline)
         self._formed: set[tuple[tuple[int, ...], bool]] = set()
         self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
+        self._ending = threading.Lock()  # none is released while the thread of deadlines aborts it
 
     def form(self, sets: Sequence[tuple[int, ...]], *, with_bulk: bool) -> None:
         """Make the groups of these sets of global ranks, ascending. Every rank has to name the same sets in order.
@@ -93,19 +94,22 @@ class ProcessGroups:
 
         `meanwhile`: releases graphs with operations of the groups. Returns after ABORT_SECONDS at the latest.
         """
-        threads = [
-            threading.Thread(target=self._abort, args=(group,), name="patchpar-abort", daemon=True)
-            for group in self._members()
-        ]
-        for thread in threads:
-            thread.start()
-        meanwhile()
-        give_up = time.monotonic() + ABORT_SECONDS
-        for thread in threads:
-            thread.join(max(0.0, give_up - time.monotonic()))
-        left = sum(thread.is_alive() for thread in threads)
-        if left:
-            log.error("%d of %d groups of %s have not ended in %g s", left, len(threads), self.backend, ABORT_SECONDS)
+        with self._ending:
+            threads = [
+                threading.Thread(target=self._abort, args=(group,), name="patchpar-abort", daemon=True)
+                for group in self._members()
+            ]
+            for thread in threads:
+                thread.start()
+            meanwhile()
+            give_up = time.monotonic() + ABORT_SECONDS
+            for thread in threads:
+                thread.join(max(0.0, give_up - time.monotonic()))
+            left = sum(thread.is_alive() for thread in threads)
+            if left:
+                log.error(
+                    "%d of %d groups of %s have not ended in %g s", left, len(threads), self.backend, ABORT_SECONDS
+                )
 
     def _members(self) -> list[Any]:
         """Return the groups with this rank in them: for the thread of deadlines, while another may form one."""
@@ -118,10 +122,11 @@ class ProcessGroups:
 
     def destroy(self) -> None:
         """Release all groups. Idempotent."""
-        for group in self._own.values() if dist.is_initialized() else ():
-            with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or the group went with the default
-                dist.destroy_process_group(group)
-        self._own.clear()
+        with self._ending:
+            for group in self._own.values() if dist.is_initialized() else ():
+                with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or it went with the default group
+                    dist.destroy_process_group(group)
+            self._own.clear()
 
 
 def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:
