@@ -17,7 +17,7 @@ from benchmarks.gpu.battery import __main__ as battery
 from benchmarks.gpu.battery import ranks
 from benchmarks.gpu.battery.environment import cards, sources_of
 from benchmarks.gpu.battery.journal import Journal, Outcome
-from benchmarks.gpu.battery.part import MEASUREMENTS, TestReporter
+from benchmarks.gpu.battery.part import MEASUREMENTS, TestReporter, side_by_side
 from benchmarks.gpu.battery.part import tests as run_tests
 from benchmarks.gpu.battery.parts import INTERRUPTED, PARTS, Part, run_part
 from benchmarks.gpu.battery.report import NOT_A_GPU
@@ -183,6 +183,12 @@ def test_a_test_that_has_passed_is_not_run_again(monkeypatch: pytest.MonkeyPatch
     run_tests("cuda", known[:1], rows.append)
     with pytest.raises(RuntimeError, match="pytest ended with"):
         run_tests("cuda", [], rows.append)
+
+
+def test_files_of_tests_run_side_by_side_where_there_are_cores() -> None:
+    assert side_by_side(16) == ["-n", "4", "--dist", "loadfile"]
+    assert side_by_side(6) == ["-n", "2", "--dist", "loadfile"]
+    assert side_by_side(5) == []
 
 
 def test_a_model_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

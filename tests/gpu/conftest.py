@@ -46,3 +46,9 @@ def cards(request: pytest.FixtureRequest, kind: str) -> Iterator[Callable[..., l
     """A device for each rank, which use NCCL. See `cards_of`."""
     with nccl_on_one_card(request.config):
         yield partial(cards_of, request.config)
+
+
+@pytest.fixture(scope="session")
+def card(kind: str) -> str:
+    """The device that all ranks use."""
+    return "cpu" if kind == "cpu" else f"{kind}:0"

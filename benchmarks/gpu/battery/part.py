@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections import Counter
@@ -14,7 +15,8 @@ from benchmarks.gpu.battery import hosted, ranks, timing
 from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
-RANKS_ON_ONE = 4  # that use NCCL where there is one GPU
+MOST_SIDE_BY_SIDE, CORES_OF_EACH = 4, 3
+RANKS_ON_ONE = 3  # that use NCCL where there is one GPU
 
 
 def facts(device: str) -> Iterator[Row]:
@@ -38,18 +40,29 @@ def tests(device: str, known: Sequence[Row], write: Callable[[Row], None]) -> No
     import pytest
     import torch
 
+    from patchpar.launch.devices import available_cores
+
     failed = {row["test"] for row in known if row["result"] == "failed"}
     passed = [row for row in known if row["result"] == "passed" and row["test"] not in failed]
     for row in passed:
         write(row)
     reporter = TestReporter([row["test"] for row in passed], write)
     options = ["-m", "gpu", "-p", "no:cacheprovider", "-q", f"--gpu-device={device}"]
+    if not passed:  # only this process knows them
+        options += side_by_side(available_cores())
     if device == "cuda" and torch.cuda.device_count() == 1:
         options.append(f"--ranks-per-gpu={RANKS_ON_ONE}")
     code = pytest.main([*options, "tests/gpu"], plugins=[reporter])
     has_run = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if code not in has_run and not (passed and code == pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {code}")
+
+
+def side_by_side(cores: int) -> list[str]:
+    """Return pytest's options for the files of tests in several processes, if there are cores and pytest-xdist."""
+    processes = min(MOST_SIDE_BY_SIDE, cores // CORES_OF_EACH)
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    return ["-n", str(processes), "--dist", "loadfile"] if has_xdist and processes > 1 else []
 
 
 class TestReporter:

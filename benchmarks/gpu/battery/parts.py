@@ -47,7 +47,7 @@ PARTS = (
         name="tests",
         title="Tests",
         explanation="Each test marked `gpu`: ranks against one process, half precision, kernels against their eager "
-        "twins, synchronisations, copies. Ranks with a card each use NCCL; where there is one card, four share it, to "
+        "twins, synchronisations, copies. Ranks with a card each use NCCL; where there is one card, three share it, to "
         "NCCL as on four hosts: through sockets, and in turns on the card.",
         least_seconds=20.0,
     ),
