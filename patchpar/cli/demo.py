@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors
-from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flag_values import check_deadline, refuse_torchrun
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, given
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME, path_of
@@ -45,6 +45,7 @@ class AppFlags:
 def serve_app(request: AppFlags) -> None:
     """Serve the web demo until ctrl-C."""
     with friendly_errors(request.debug):
+        refuse_torchrun("app")
         check_deadline(request.deadline)
         check_port(request.port, "--port")
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flag_values import check_deadline
+from patchpar.cli.flag_values import check_deadline, refuse_torchrun
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Format, Json, LocalDevices, Model, Variant, given
 from patchpar.cli.gpu_facts import gpu_software, graphics_cards, lacks, links, will_use
 from patchpar.cli.shutdown import ended_at_once
@@ -48,6 +48,7 @@ class DoctorFlags:
 def doctor(request: DoctorFlags) -> None:
     """Show devices, links and memory, test communication, run a step."""
     with friendly_errors(request.debug):
+        refuse_torchrun("doctor")
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
             findings = examine(request)
@@ -79,7 +80,7 @@ def examine(request: DoctorFlags) -> dict[str, Any]:
         "devices": cards,
         "gpu": {**software, "will_use": will_use(devices, software), "lacks": lacks(devices, cards)},
         "links": links(),
-        "collective": collective_test(devices),
+        "collective": collective_test(devices, request.deadline),
         "memory": None if folder is None else memory(folder.path, options, devices, cards),
         "plan": choice(request),
     }
@@ -104,15 +105,18 @@ def host() -> dict[str, Any]:
     return {"system": platform.platform(), "cores": available_cores(), "free_bytes": free_memory()}
 
 
-def collective_test(devices: Sequence[str]) -> dict[str, Any]:
-    """Start a worker on each device (two on the CPU if there is only one), add up their ranks, and stop them."""
+def collective_test(devices: Sequence[str], deadline: float = DEADLINE) -> dict[str, Any]:
+    """Start a worker on each device (two on the CPU if there is only one), add up their ranks, and stop them.
+
+    `deadline`: seconds that a worker may make no progress.
+    """
     from patchpar.launch.local import LocalExecutor
 
     devices = devices if len(devices) > 1 else ("cpu", "cpu")
     found: dict[str, Any] = {"devices": list(devices), "start": None, "ok": False, "error": None}
     began = time.perf_counter()
     try:
-        with LocalExecutor(devices, "patchpar.comm.transport.probe:Probe") as workers:
+        with LocalExecutor(devices, "patchpar.comm.transport.probe:Probe", deadline=deadline) as workers:
             found["start"] = workers.start_method.note
             sums = workers.call("sum_of_ranks")
         found["ok"] = sums == [sum(range(len(devices)))] * len(devices)

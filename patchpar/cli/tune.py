@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.flag_values import refuse_torchrun
 from patchpar.cli.flags import Debug, Dtype, Json, LocalDevices
 from patchpar.cli.shutdown import ended_at_once
 
@@ -34,6 +35,7 @@ class TuneFlags:
 def tune(request: TuneFlags) -> None:
     """Measure this machine's devices and links, for predictions."""
     with friendly_errors(request.debug):
+        refuse_torchrun("tune")
         start = time.perf_counter()
         with stdout_kept_clean(request.json), ended_at_once():
             found = _tuned(request)

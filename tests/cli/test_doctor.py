@@ -55,6 +55,15 @@ def test_json(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.opened[0].closed
 
 
+def test_the_test_of_communication_has_the_deadline_of_the_flag(
+    fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    monkeypatch.setattr(LocalExecutor, "call", lambda workers, *_: found.append(workers._deadline) or [1, 1])
+    assert run("doctor", "--devices", "cpu:2", "--deadline", "7", "--json").exit_code == 0
+    assert found == [7.0]
+
+
 def test_text_says_what_fails_and_exits_with_1(fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def dies(*_: Any) -> None:
         raise WorkerDied("rank 1 (cpu) died with exit code -9")

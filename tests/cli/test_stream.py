@@ -260,6 +260,9 @@ def test_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("stream", "--input", "none", "-o", tmp_path / "a.mp4"),
         ("replay", journal),
         ("fifo", "a fox", "--model", "none", "-o", tmp_path / "a.mp4"),
+        ("app", "--model", "none"),
+        ("tune", "--devices", "none"),
+        ("doctor", "--model", "none"),
     ):
         result = CliRunner().invoke(app, [verb, *map(str, words)])
         assert result.exit_code == 2

@@ -24,6 +24,7 @@ from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.errors import ExchangeError
+from patchpar.launch.executor import longest_wait
 from tests.breadth import first_of
 from tests.unit.threads import connected, on_threads
 
@@ -407,6 +408,13 @@ def test_a_group_that_ends_only_with_the_others_and_their_graphs_does_not_hold_t
     groups.abort()
     assert "2 of 2 groups of nccl have not ended in 0.05 s" in caplog.text, "control: one that never ends"
     released.set()
+
+
+@pytest.mark.parametrize("deadline", [60.0, 1000.0])
+def test_torch_ends_no_process_before_the_deadline_has_passed_many_times(deadline: float) -> None:
+    """Its own limit of a group of NCCL, after which it ends the process, is never below that of a rank's own wait."""
+    groups = ProcessGroups("nccl", torch.device("cpu"), deadline)
+    assert groups._timeout.total_seconds() >= longest_wait(deadline) == 300 * deadline
 
 
 @pytest.mark.parametrize("name", ["os.ftruncate", "mmap.mmap"])

@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
+from patchpar.launch.executor import longest_wait
 from patchpar.launch.time_limit import TimedOut, time_limited
 
 T = TypeVar("T")
-NCCL_TIMEOUT = timedelta(days=1)  # torch would end the process; the deadline of a wait is `StreamWaits`'s
+NCCL_SECONDS = 24 * 3600.0  # at least: torch then ends the process; the deadline of a wait is `StreamWaits`'s
 ABORT_SECONDS = 10.0  # that an abort of all groups may take
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class ProcessGroups:
 
     def __init__(self, backend: str, device: torch.device, deadline: float) -> None:
         self.backend, self._device, self._deadline = backend, device, deadline
-        self._timeout = NCCL_TIMEOUT if backend == "nccl" else timedelta(seconds=deadline)
+        seconds = max(NCCL_SECONDS, longest_wait(deadline)) if backend == "nccl" else deadline
+        self._timeout = timedelta(seconds=seconds)
         self._formed: set[tuple[tuple[int, ...], bool]] = set()
         self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
         self._ending = threading.Lock()  # none is released while the thread of deadlines aborts it
