@@ -93,6 +93,11 @@ def computing(model: str, step: str = "graph") -> list[Figures]:
     return [Figures("gpu", "ms", {"model": model, "strategy": x, "step": y}, 1, 0) for x, y in rows]
 
 
+def exchange(ratios: Iterable[float]) -> Sequence[float]:
+    """What an exchange of keys costs two ranks, in units of a branch on one device, by how much faster they are."""
+    return sorted(2 / ratio - 1 for ratio in ratios)
+
+
 def mixed(load: str, policy: str, column: str) -> Figures:
     """Of the simulated mix of requests."""
     return Figures("serving", column, {"load": re.escape(load), "policy": policy}, 1, 0)
@@ -134,6 +139,11 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
             Figures("emulation", "images, dB", {"heading": "32 captions, 256.*", "policy": f"fresh edges{policy}"})
             for policy in (", all keys, affine, by owners", ", all keys, affine")
         ],
+    ),
+    (
+        "automatic-plan",
+        f"{NUMBER} and {NUMBER} between workers of one host",
+        [Figures("scaling", "ratio", {"model": "embedded|large", "plan": "patch=2"}, 1, 2, exchange)],
     ),
     (
         "accuracy",
@@ -281,7 +291,7 @@ def test_a_page_that_was_not_rewritten_after_a_measurement_fails(page: str, word
 
 
 KEYS = ("heading", "table", "method", "ranks", "captions", "strategy", "link", "image", "of a step", "pipeline")
-NAMES = ("policy", "model", "step")
+NAMES = ("policy", "model", "plan", "step")
 
 
 def _changed(column: str, cell: str) -> str:

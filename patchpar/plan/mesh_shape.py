@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from patchpar.plan.plan import Plan
 
 EXCHANGE = 0.1
-"""Cost of an all-gather of keys and values relative to computing a branch: 0.09 between workers of one host
-(docs/figures/scaling.md); on GPUs with NVLink 0.06 at 3840 x 3840 pixels to 0.36 at 1024 x 1024, derived from
-DistriFusion's latencies of synchronous patches (Li et al., arXiv:2402.19481, table 2)."""
+"""Cost of an all-gather of keys and values relative to computing a branch. docs/automatic-plan.md has what was measured
+between workers of one host, and what follows for GPUs with NVLink from DistriFusion's latencies of synchronous patches
+(Li et al., arXiv:2402.19481, table 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
