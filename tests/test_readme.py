@@ -209,6 +209,14 @@ def test_the_file_tree_is_the_file_tree() -> None:
     assert named_in(tree) == {module for module in modules if not module.endswith(("__init__.py", "__main__.py"))}
 
 
+def test_every_module_of_the_demo_is_in_its_tree() -> None:
+    """By its name, or as a tab."""
+    named = set(re.findall(r"\b\w+\.py\b", (REPOSITORY / "app" / "README.md").read_text()))
+    modules = {path.name for path in (REPOSITORY / "app").glob("*.py")} - {"__init__.py"}
+    assert {name for name in modules if not name.endswith("_tab.py")} <= named
+    assert {name for name in named if not name.startswith("_")} <= modules
+
+
 def test_the_file_tree_is_read_by_its_folders() -> None:
     tree = (
         "patchpar/\n  a.py\n  b/   says c.py\n    c.py d.py\n    e/   what\n      f.py\n  g/  what\n    h.py\nassets/"

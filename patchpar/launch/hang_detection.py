@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 WORK_TIMES = 30  # deadlines of work without a heartbeat; single layers took eight of them on two loaded cores
 WORK_FRACTION = 0.02  # of a core: below that it is not work, but answers to pings and the like
+LOAD_SECONDS = 3600.0  # beyond a deadline, for a large model on a slow disk; a worker that dies is noticed at once
 MORE_TIME = "a longer deadline= (--deadline on the command line)"
 
 

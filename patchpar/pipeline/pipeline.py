@@ -16,6 +16,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.launch.executor import Executor
+from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
 from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, JobOptions, check_retries, checked_adapters
@@ -28,7 +29,6 @@ from patchpar.pipeline.observed_calls import ObservedCalls
 from patchpar.pipeline.released_ranks import ReleasedRanks
 from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
 from patchpar.pipeline.state import PipelineState
-from patchpar.pipeline.state_changes import LOAD_SECONDS
 from patchpar.pipeline.step_callbacks import with_callback_on_step_end
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.pipeline.timed_plans import TimedPlans

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.launch.replay import CallEffects, NamedAdapters
 from patchpar.models.files import path_of
 from patchpar.pipeline.torch_switches import caller_autocast
 
-LOAD_SECONDS = 3600.0  # for a large model on a slow disk; a worker that dies is noticed at once all the same
 COMPUTES = frozenset(
     {
         *("blend", "build", "check", "convert", "decode", "denormalize", "encode", "estimate", "forward", "generate"),

@@ -11,6 +11,7 @@ from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.accelerators import is_accelerator
 from patchpar.launch.devices import RAY
 from patchpar.launch.executor import OnEvent, OnStart, SendToRank
+from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.size_grid import check_side
@@ -27,7 +28,6 @@ from patchpar.stream.session import StreamSession
 
 Ranks = LocalExecutor | InlineExecutor
 ENGINE = "patchpar.stream.causal.runner:StreamRunner"
-LOAD_SECONDS = 600.0
 PATIENCE = 2
 """Deaths without a finished block between them, after which the device of the rank that died is left out."""
 SOON = 1.0

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError
+from patchpar.stream import worker_group
 from patchpar.stream.messages import CancelStream, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import WorkerGroup, within
+from patchpar.stream.worker_group import WorkerGroup, start_ranks, within
 
 COURSE = StreamRun(ranks=3, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 PRODUCED = ProducedBlock(block=0, frames=torch.zeros(1), seconds=0.1, sink=None)
@@ -52,6 +53,24 @@ def cannot_start(on_event: Any, on_start: Any) -> list[Any]:
 
 def cannot_start_the_first(on_event: Any, on_start: Any) -> list[Any]:
     raise LaunchError("no memory") from WorkerError("rank 0 raised", rank=0)
+
+
+def test_a_model_may_take_an_hour_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of an image pipeline, before ranks that use no processor meanwhile count as hung."""
+    found: list[float] = []
+
+    class Loading:
+        def __init__(self, *_: Any, **options: Any) -> None: ...
+
+        def call(self, *_: Any, replay: bool, expected: float) -> list[str]:
+            found.append(expected)
+            return ["a model"]
+
+    for name in ("InlineExecutor", "LocalExecutor"):
+        monkeypatch.setattr(worker_group, name, Loading)
+    for devices in (["cpu"], ["cpu", "cpu"]):
+        assert start_ranks(devices, "engine:Engine", 60.0, ())[1] == "a model"
+    assert found == [3600.0, 3600.0]
 
 
 def run(group: WorkerGroup) -> Any:
