@@ -29,7 +29,6 @@ SendToRank = Callable[[int, Any], None]
 OnStart = Callable[[SendToRank], object]
 Kind = Literal["inline", "local", "torchrun"]
 E = TypeVar("E", bound="Executor")
-WAIT_TIMES = 300  # deadlines; a rank may wait this long for another one, which may compute for many of them
 
 
 class RankContext(Protocol):
@@ -290,11 +289,3 @@ def check_deadline(name: str, seconds: object) -> float:
     if not is_number(seconds) or not 0 < seconds < float("inf"):
         raise LaunchError(f"{name}={seconds!r}: it must be a finite number of seconds above 0")
     return float(seconds)
-
-
-def longest_wait(deadline: float) -> float:
-    """Return the seconds after which a rank itself stops waiting for another; its caller detects hangs much earlier.
-
-    At most a week: system calls accept no longer timeouts.
-    """
-    return min(WAIT_TIMES * deadline, 7 * 24 * 3600.0)

@@ -1,4 +1,4 @@
-"""A limit of time for calls of libraries that wait without one."""
+"""Limits of time: of ranks that wait for others, and of calls of libraries that wait without one."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-__all__ = ["TimedOut", "time_limited"]
+__all__ = ["TimedOut", "longest_wait", "time_limited"]
+WAIT_TIMES = 300  # deadlines; a rank may wait this long for another one, which may compute for many of them
 
 
 def time_limited(seconds: float, work: Callable[[], T], name: str) -> T:
@@ -26,3 +27,11 @@ def time_limited(seconds: float, work: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return found.result(seconds)
+
+
+def longest_wait(deadline: float) -> float:
+    """Return the seconds after which a rank itself stops waiting for another; its caller detects hangs much earlier.
+
+    At most a week: system calls accept no longer timeouts.
+    """
+    return min(WAIT_TIMES * deadline, 7 * 24 * 3600.0)

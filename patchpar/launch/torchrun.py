@@ -29,7 +29,7 @@ from patchpar.launch.accelerators import (
 from patchpar.launch.argument_mismatch import compare, described
 from patchpar.launch.control_group import REPLY_SECONDS, Control, LinkControl
 from patchpar.launch.default_group import GroupRank, check_default_group, form_group_of_host
-from patchpar.launch.executor import CallAborted, EngineCall, IdleRank, check_deadline, longest_wait
+from patchpar.launch.executor import CallAborted, EngineCall, IdleRank, check_deadline
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
@@ -38,6 +38,7 @@ from patchpar.launch.links import RankLink
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
 from patchpar.launch.shared_secret import NetworkTrust
+from patchpar.launch.time_limit import longest_wait
 from patchpar.launch.torchrun_connection import TorchrunConnection, connect_ranks
 
 WAIT_FOR_OTHERS = 1.5  # deadlines for which a rank that has ended a call waits for the others

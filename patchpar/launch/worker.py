@@ -29,7 +29,7 @@ from patchpar.launch.accelerators import default_backend, kind_of, random_width,
 from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.default_group import GroupRank, form_group, store_at
 from patchpar.launch.engines import engine_method, load_engine
-from patchpar.launch.executor import CallAborted, longest_wait
+from patchpar.launch.executor import CallAborted
 from patchpar.launch.handshake import WorkerConfig, versions
 from patchpar.launch.heartbeat import Heartbeat
 from patchpar.launch.links import PeerLink, RankLink
@@ -37,6 +37,7 @@ from patchpar.launch.message_seal import MessageSeal
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.pause_points import PausePoints
 from patchpar.launch.remote_errors import take_down
+from patchpar.launch.time_limit import longest_wait
 from patchpar.launch.worker_torch import prepare_torch
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.devices import available_cores
-from patchpar.launch.executor import longest_wait
 from patchpar.launch.fork_guard import no_fork
 from patchpar.launch.handshake import (
     PACKAGE_ROOT,
@@ -26,6 +25,7 @@ from patchpar.launch.shared_blocks import SharedBlock
 from patchpar.launch.start_method import StartMethodName
 from patchpar.launch.started_process import FreshProcess
 from patchpar.launch.templates import fork_worker
+from patchpar.launch.time_limit import longest_wait
 from patchpar.launch.worker_output import FirstPrinter
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from patchpar.errors import LaunchError
 from patchpar.launch import default_group, torchrun_connection
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
-from patchpar.launch.executor import longest_wait
 from patchpar.launch.handshake import GroupStore
+from patchpar.launch.time_limit import longest_wait
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import ranks_of_torchrun
 

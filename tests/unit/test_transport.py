@@ -24,7 +24,7 @@ from patchpar.comm.transport.packing import pack
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_groups import ProcessGroups
 from patchpar.errors import ExchangeError
-from patchpar.launch.executor import longest_wait
+from patchpar.launch.time_limit import longest_wait
 from tests.breadth import first_of
 from tests.unit.threads import connected, on_threads
 

@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
-from patchpar.launch.executor import longest_wait
-from patchpar.launch.time_limit import TimedOut, time_limited
+from patchpar.launch.time_limit import TimedOut, longest_wait, time_limited
 
 T = TypeVar("T")
 NCCL_SECONDS = 24 * 3600.0  # at least: torch then ends the process; the deadline of a wait is `StreamWaits`'s
