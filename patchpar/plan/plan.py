@@ -41,6 +41,7 @@ MOST_DIGITS = 10
 """Of a number in a text: Python reads no number of thousands of digits."""
 MEASURED = "measured"
 """The ratio that a pipeline finds by a short run of its first call."""
+AUTO = "auto"
 SINGLE = "single"
 """How a plan for one device prints."""
 
@@ -203,6 +204,11 @@ class Plan:
     @classmethod
     def parse(cls, text: str, *, strategy: object = None) -> "Plan":
         """Read "cfg=2,patch=2" or "single", with `strategy` where the text has none. Raises PlanError."""
+        if text.strip() == AUTO:
+            raise PlanError(
+                "plan 'auto' is chosen for a call of a pipeline: name a plan here, as in cfg=2,patch=2; `patchpar plan` "
+                "finds the fastest one for a machine"
+            )
         options: dict[str, Any] = {}
         for name, value in () if text.strip() == SINGLE else _pairs(text):
             if name in options:

@@ -47,6 +47,7 @@ def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
             ("embedded", "--machine", "2xH100", "--plan", "patch=2,strategy=structure"),
             "structure gives each rank other",
         ),
+        (("embedded", "--machine", "2xH100", "--plan", "auto"), "`patchpar plan` finds the fastest one"),
         (("embedded", "--machine", "2xH100", "--steps", "0"), "--steps 0: it must be at least 1"),
         (("no/where", "--machine", "2xH100"), "hf download no/where --exclude"),
         (("docs", "--machine", "2xH100"), "has no model_index.json"),
