@@ -1,7 +1,9 @@
 """What a user may rely on: the public names, and that importing them costs nothing."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,20 @@ def test_public_names_are_pinned() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(patchpar, name) is not None
+
+
+def without_a_page(kind: type, text: str) -> set[str]:
+    """Public names of a class of this package, and of those that it derives from, that are not in a text."""
+    own = [each for each in kind.__mro__ if each.__module__.startswith("patchpar.")]
+    names = {name for each in own for name in vars(each) if not name.startswith("_")}
+    return {name for name in names if not re.search(rf"\b{name}\b", text)}
+
+
+def test_what_a_pipeline_can_do_beside_that_of_diffusers_is_on_a_page() -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    text = "".join(page.read_text() for page in (*docs.glob("*.md"), *docs.glob("howto/*.md")))
+    assert without_a_page(patchpar.ParallelPipeline, text) == set()
+    assert "take_back" in without_a_page(patchpar.ParallelPipeline, text.replace("take_back", "")), "control"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
