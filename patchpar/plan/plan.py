@@ -206,8 +206,8 @@ class Plan:
         """Read "cfg=2,patch=2" or "single", with `strategy` where the text has none. Raises PlanError."""
         if text.strip() == AUTO:
             raise PlanError(
-                "plan 'auto' is chosen for a call of a pipeline: name a plan here, as in cfg=2,patch=2; `patchpar plan` "
-                "finds the fastest one for a machine"
+                "plan 'auto' is chosen for a call of a pipeline: name a plan here, as in cfg=2,patch=2; `patchpar "
+                "plan` finds the fastest one for a machine"
             )
         options: dict[str, Any] = {}
         for name, value in () if text.strip() == SINGLE else _pairs(text):
