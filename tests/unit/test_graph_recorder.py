@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -141,6 +142,13 @@ def test_a_capture_uses_a_stream_of_its_own_device(graphs: Graphs) -> None:
     for found in (of_one, of_one, GraphRecorder(torch.device("cpu", 1), None)):
         found.capture(lambda: None, "a step")
     assert graphs.streams == ["a stream of cpu:0", "a stream of cpu:0", "a stream of cpu:1"]
+
+
+def test_what_a_capture_takes_of_the_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "untaken_share", Mock(side_effect=[0.5, 0.375, 0.25, 0.5]))
+    of_device = GraphRecorder(torch.device("cpu"), None)
+    assert of_device.capture(lambda: None, "a step").share == 0.125
+    assert of_device.capture(lambda: None, "a step").share == 0, "torch has given back what it kept"
 
 
 def test_a_captured_step_casts_weights_itself(graphs: Graphs) -> None:
