@@ -202,7 +202,7 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
-def untaken_share(device: torch.device) -> float:
+def untaken_fraction(device: torch.device) -> float:
     """Return the part of an accelerator's memory, 0 to 1, that no process has taken; 0 where torch does not know."""
     module = device_module(device.type)
     if not is_accelerator(str(device)) or not hasattr(module, "mem_get_info"):

@@ -163,8 +163,8 @@ def test_graphs_leave_memory_to_what_comes_after_the_denoiser(
     """A capture takes the memory of a step for good, and an image that fits without would not be decoded."""
     case = Case(model="flux", strategy="exact")
     wanted = predicted_without_graphs(case)
-    for share, required, is_refused in ((0.11, False, True), (0.09, False, False), (0.11, True, False)):
-        monkeypatch.setattr(OpTape, "share", share)
+    for fraction, required, is_refused in ((0.11, False, True), (0.09, False, False), (0.11, True, False)):
+        monkeypatch.setattr(OpTape, "fraction", fraction)
         found = predicted(case, taped, required=required)
         assert are_equal(found, wanted)
         assert {each.replays for each in found} == {0 if is_refused else expected_replays(case)}

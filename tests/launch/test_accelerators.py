@@ -20,7 +20,7 @@ from patchpar.launch.accelerators import (
     random_width,
     select_device,
     set_random_state,
-    untaken_share,
+    untaken_fraction,
     used_device,
 )
 from tests.launch.fake_gpus import FakeGpus, pretend
@@ -112,10 +112,10 @@ def test_a_card_on_two_hosts_of_nccl_is_two(monkeypatch):
 
 def test_the_part_of_the_memory_that_nobody_has_taken(monkeypatch):
     gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
-    assert untaken_share(torch.device("cuda:1")) == 0, "not known"
+    assert untaken_fraction(torch.device("cuda:1")) == 0, "not known"
     monkeypatch.setattr(gpus, "mem_get_info", lambda device: (24, 96), raising=False)
-    assert untaken_share(torch.device("cuda:1")) == 0.25
-    assert untaken_share(CPU) == 0
+    assert untaken_fraction(torch.device("cuda:1")) == 0.25
+    assert untaken_fraction(CPU) == 0
 
 
 def test_the_current_device(monkeypatch):

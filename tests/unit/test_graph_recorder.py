@@ -145,10 +145,10 @@ def test_a_capture_uses_a_stream_of_its_own_device(graphs: Graphs) -> None:
 
 
 def test_what_a_capture_takes_of_the_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "untaken_share", Mock(side_effect=[0.5, 0.375, 0.25, 0.5]))
+    monkeypatch.setattr(recorder, "untaken_fraction", Mock(side_effect=[0.5, 0.375, 0.25, 0.5]))
     of_device = GraphRecorder(torch.device("cpu"), None)
-    assert of_device.capture(lambda: None, "a step").share == 0.125
-    assert of_device.capture(lambda: None, "a step").share == 0, "torch has given back what it kept"
+    assert of_device.capture(lambda: None, "a step").fraction == 0.125
+    assert of_device.capture(lambda: None, "a step").fraction == 0, "torch has given back what it kept"
 
 
 def test_a_captured_step_casts_weights_itself(graphs: Graphs) -> None:

@@ -181,7 +181,7 @@ class StepGraphs:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
-        taken = recording.share + sum(graph.recording.share for graph in self._graphs.values())
+        taken = recording.fraction + sum(graph.recording.fraction for graph in self._graphs.values())
         if taken > MOST_MEMORY and not self._required:
             reason = (
                 f"graphs of it take {taken:.0%} of the device's memory, and may take {MOST_MEMORY:.0%}: so large a "
