@@ -175,6 +175,8 @@ def test_only_this_machine_is_answered(images: ImageScreen, video_screen: VideoS
     assert images.page.url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="400"):
         fetch(images.page.url, Host="evil.example")
+    with fetch(images.page.url, Host="[::1]:7860") as answer:
+        assert answer.status == 200
     with watching(video_screen, origin=video_screen.page.url):
         pass
     with pytest.raises(InvalidStatus, match="403"), watching(video_screen, origin="http://evil.example"):
