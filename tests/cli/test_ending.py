@@ -58,6 +58,28 @@ def test_in_the_middle_of_a_kernel(number: signal.Signals, code: int) -> None:
     assert f"ended by {number.name}, in the middle of a computation" in err
 
 
+def test_it_ends_also_where_nobody_reads_its_errors_any_more() -> None:
+    """As with `2>&1 | tee log`, whose tee the same ctrl-C has ended; and after a program has closed them itself."""
+    source = """
+    {closing}
+    with ended_by_signals(), ended_at_once():
+        threading.Timer(0.3, say, ["ready"]).start()
+        kernel()
+    """
+    for closing in ("", "sys.stderr.close()"):
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(source.format(closing=closing))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stderr is not None
+                assert process.stdout.readline() == b"ready\n"
+                process.stderr.close()
+                os.kill(process.pid, signal.SIGINT)
+                assert process.wait(timeout=20) == 130
+            finally:
+                process.kill()
+
+
 @pytest.mark.parametrize("number", first_of([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_what_is_open_is_closed_where_the_main_thread_hears(number: signal.Signals) -> None:
     """Also when closing takes longer than a kernel may, outside of what ends at once."""
