@@ -583,7 +583,7 @@ def test_an_interrupted_wait_keeps_no_credit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None:
-    """At once also for decades; 1.1 s of 10 frames a second are 11 frames, though their product is a little more."""
+    """At once also for decades; 0.56 s of 25 frames a second are 14 frames, though their product is a little more."""
     for frames in range(1, 60):
         blocks = FORMAT.blocks(frames / FORMAT.fps)
         assert blocks is not None
@@ -591,7 +591,8 @@ def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None
     decades = FORMAT.blocks(1e9)
     assert decades is not None
     assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
-    assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
+    assert 0.56 * 25 > 14
+    assert StreamFormat(fps=25, height=8, width=12, frames=14, per_latent=1).blocks(0.56) == 1
     assert FORMAT.blocks(torch.tensor(1.0)) == FORMAT.blocks(1)  # type: ignore[arg-type]
     for seconds in (0, -1, float("nan"), 1e10, float("inf"), True, "3", [3]):
         with pytest.raises(PlanError, match="above 0, and at most 1e"):
