@@ -92,12 +92,15 @@ def test_images_follow_one_another(images: ImageScreen) -> None:
         assert list(seen)[-1] == pytest.approx(200, abs=2)
 
 
-def test_all_frames_are_sent_before_the_end() -> None:
-    screen = ImageScreen(HOME, 0, fps=50)
+def test_all_frames_are_sent_before_the_page_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, sent = ImageScreen(HOME, 0, fps=50), list[int]()
     screen.open()
     screen.show(frames(10, 9), 0.0, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(screen.page, "close", lambda: sent.append(screen.page.feed.count))  # type: ignore[attr-defined]
+        screen.close()
     screen.close()
-    assert screen.page.feed.count == 9  # type: ignore[attr-defined]
+    assert sent == [9]
 
 
 def test_two_see_the_same_video_with_its_audio(video_screen: VideoScreen) -> None:
