@@ -124,8 +124,8 @@ def abandon_computation(code: int, number: int | None = None) -> NoReturn:
 
 
 def ended_by(number: int) -> str:
-    """Return the sentence about a command that signal `number` has ended."""
-    return f"ended by {signal.Signals(number).name}"
+    """Return the sentence about a command that signal `number` has ended; it may be none, after another exit."""
+    return f"ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended"
 
 
 def _watch(read: int, left: threading.Event) -> None:
