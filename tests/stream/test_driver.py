@@ -142,6 +142,39 @@ def test_a_stream_that_is_cancelled_while_a_rank_dies_is_not_resumed() -> None:
     assert (stream.status, stream._driver.error) == ("cancelled", None)
 
 
+def test_a_stream_that_waits_for_audio_is_stopped() -> None:
+    """Its ranks have asked for an order already, and ask for no other."""
+    ranks = Ranks()
+    with session(ranks, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        assert ranks.idle.wait(10)
+        stream.stop()
+        assert list(stream) == []
+    assert stream.status == "finished"
+
+
+def test_who_waits_for_a_chunk_is_told_of_the_end_while_the_ranks_compute() -> None:
+    ranks, waits, go, taken = Ranks(), threading.Event(), threading.Event(), list[Any]()
+
+    def busy(*_: Any, **__: Any) -> list[Any]:
+        assert go.wait(30)
+        return []
+
+    def take() -> None:
+        waits.set()
+        taken.append(next(stream, None))
+
+    ranks.run = busy  # type: ignore[method-assign]
+    with session(ranks).begin() as stream:
+        taking = threading.Thread(target=take)
+        taking.start()
+        assert waits.wait(10)
+        taking.join(0.2)  # until it waits
+        stream.cancel()
+        taking.join(10)
+        assert taken == [None]
+        go.set()
+
+
 def test_a_wait_for_audio_has_one_timer_however_often_audio_comes() -> None:
     track = AudioTrack(replace(AUDIO, fps=1 / 3600), FRAMES, KeepAlive())
     with session(Ranks(), blocks=3, track=track).begin() as stream:
