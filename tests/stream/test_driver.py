@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.errors import WorkerDied
+from patchpar.errors import PlanError, WorkerDied
+from patchpar.stream import base_session
 from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits, with_updates
@@ -173,6 +174,26 @@ def test_who_waits_for_a_chunk_is_told_of_the_end_while_the_ranks_compute() -> N
         taking.join(10)
         assert taken == [None]
         go.set()
+
+
+def test_a_stream_is_closed_when_its_ranks_are_free_and_says_where_they_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, go = Ranks(), threading.Event()
+
+    def busy(*_: Any, **__: Any) -> list[Any]:
+        assert go.wait(30)
+        return []
+
+    ranks.run = busy  # type: ignore[method-assign]
+    monkeypatch.setattr(base_session, "CLOSE_SECONDS", 0.1)
+    stream = session(ranks).begin()
+    with pytest.raises(PlanError, match=r"did not end the stream within 0\.1 s: close the pipeline"):
+        stream.close()
+    monkeypatch.setattr(base_session, "CLOSE_SECONDS", 20.0)
+    threading.Timer(0.2, go.set).start()
+    stream.close()
+    assert stream.is_free_within(0)
 
 
 def test_a_wait_for_audio_has_one_timer_however_often_audio_comes() -> None:

@@ -272,13 +272,16 @@ def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
 
 
 def test_an_abandoned_async_stream_lets_go() -> None:
+    stream = session(Ranks(), blocks=None).begin()
+
     async def first() -> int:
-        async with session(Ranks(), blocks=None).begin() as stream:
+        async with stream:
             async for chunk in stream:
                 return chunk.block
         raise AssertionError
 
     assert asyncio.run(first()) == 0
+    assert (stream.status, stream.is_free_within(0)) == ("cancelled", True)
 
 
 def test_stop_lets_come_out_what_is_under_way() -> None:
