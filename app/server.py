@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from patchpar import PlanError
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
+from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of, trusted
 from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
 
 from . import accessibility, click_feedback, event_stream, keyboard
@@ -84,7 +84,7 @@ def application(state: AppState, address: Address) -> FastAPI:
     """The page and its live streams as one application. Sets Gradio's folder of files to that of `state`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(OwnRequests)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=address.names)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=trusted(address.names))
     return add_page(app, state, address, "/")
 
 
