@@ -13,10 +13,15 @@ from typing import Any
 import typer
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.launch.remote_errors import is_out_of_memory
+from patchpar.launch.remote_errors import is_of_mixed_dtypes, is_out_of_memory
 
 BAD_USE = 2
 FAILURE = 1
+WAYS_OUT: tuple[tuple[Callable[[Exception], bool], str], ...] = (
+    (is_out_of_memory, "Use a smaller image, more devices, or a plan with weights=hosted"),
+    (is_of_mixed_dtypes, "Parts of the model are in different dtypes: load all in one, as with --dtype float32"),
+)
+"""Of errors that are torch's or Python's own."""
 
 
 @contextlib.contextmanager
@@ -114,6 +119,7 @@ def _printable(text: str) -> str:
 def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
-    if message is not text and is_out_of_memory(error):  # of this process, whose error is torch's or Python's own
-        message = f"{message.rstrip('.')}. Use a smaller image, more devices, or a plan with weights=hosted"
+    if message is not text:
+        ways_out = [way_out for is_such, way_out in WAYS_OUT if is_such(error)]
+        message = ". ".join((message.rstrip("."), *ways_out)) if ways_out else message
     return f"{message} (--debug shows where)" if is_cut or message is not text else message
