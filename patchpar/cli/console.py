@@ -8,13 +8,15 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.launch.remote_errors import is_of_mixed_dtypes, is_out_of_memory
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
 BAD_USE = 2
 FAILURE = 1
 WAYS_OUT: tuple[tuple[Callable[[Exception], bool], str], ...] = (
@@ -83,7 +85,8 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    bar = Progress(*columns, console=Console(stderr=True))
+    with _despite_full_log(bar):
         task = bar.add_task(first, total=None)
 
         def step(done: int, total: int) -> None:
@@ -96,6 +99,18 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
                 bar.live.transient = True
                 bar.console.quiet = not bar.console.is_terminal  # where an empty line would be left
             raise
+
+
+@contextlib.contextmanager
+def _despite_full_log(bar: "Progress") -> Iterator[None]:
+    """Show the bar in the `with` block; that it cannot be written, as into a log on a full disk, fails no run."""
+    with contextlib.suppress(OSError):
+        bar.start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            bar.stop()
 
 
 def print_json(values: dict[str, Any]) -> None:
