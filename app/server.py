@@ -89,12 +89,14 @@ def application(state: AppState, address: Address) -> FastAPI:
 
 
 def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> FastAPI:
-    """Add the page at `path`, and its live streams. Sets Gradio's folder of files to that of `state`."""
+    """Add the page at `path`, and its live streams below it. Sets Gradio's folder of files to that of `state`."""
     os.environ["GRADIO_TEMP_DIR"] = str(
         state.uploads
     )  # the only setting of this folder in Gradio, read now and at every upload
 
-    @app.get("/live/{name}")
+    live_path = f"{path.rstrip('/')}/live/{{name}}"
+
+    @app.get(live_path)
     async def live(name: str) -> StreamingResponse:
         feed = state.feeds.get(name)
         if feed is None:
@@ -106,7 +108,7 @@ def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> Fast
         page = feed.page if isinstance(feed, LiveFeed) else PlainTextResponse(OVER, 404)
         await page(scope, receive, send)
 
-    app.mount("/live/{name}", live_page)
+    app.mount(live_path, live_page)
     page = build(state).queue(max_size=WAITING, default_concurrency_limit=None, api_open=False)
     return gr.mount_gradio_app(
         app,

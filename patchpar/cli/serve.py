@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from patchpar.serving.streams.stream_service import StreamService
 
 PAGE_MODULES = ("server", "workers", "shared_page")
-PAGE_PATHS = ("/app", "/live/")
+PAGE_PATHS = ("/app",)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_STREAMS = ("stream_slots", "max_seconds")
 OF_IMAGES = (

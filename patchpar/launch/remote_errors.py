@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStor
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
+MIXED_DTYPES = re.compile(r"same dtype|scalar type \w+ but found|type \(.*\) should be the same")
+"""In torch's RuntimeErrors for operands of different dtypes."""
 BROKEN_DEVICE = (
     *("an illegal memory access", "an illegal instruction", "device-side assert", "unspecified launch failure"),
     *("misaligned address", "on global/shared address space", "invalid program counter", "hardware stack error"),
@@ -74,6 +77,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _is_out_of_memory(type_name: str, text: str) -> bool:
     return type_name.rpartition(".")[2] in OUT_OF_MEMORY or ALLOCATOR in text
+
+
+def is_of_mixed_dtypes(error: BaseException) -> bool:
+    """Return whether an exception is torch's for operands of different dtypes."""
+    return isinstance(error, RuntimeError) and MIXED_DTYPES.search(str(error)) is not None
 
 
 def take_down(error: BaseException) -> RemoteError:

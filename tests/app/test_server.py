@@ -72,7 +72,7 @@ def test_a_stream_is_found_by_its_name_only(client: TestClient, state: AppState)
     feed = state.feeds.add(VideoFeed())
     feed.put(Mp4Header(mime="video/mp4", data=b"vi"), [Mp4Fragment(data=b"deo", is_key=True)])
     feed.close()
-    response = client.get(feed.address)
+    response = client.get(f"/{feed.address}")
     assert (response.content, response.headers["content-type"]) == (b"video", "video/mp4")
     assert client.get("/live/another").status_code == 404
 

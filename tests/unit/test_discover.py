@@ -204,3 +204,21 @@ def test_the_probe_is_as_large_as_the_total_stride_needs(halvings: int) -> None:
     assert sites.total_stride == 2**halvings
     size = {1: 8, 3: 16, 5: 32}[halvings]
     assert seen[-2:] == [(size, size), (2 * size, size)]
+
+
+def test_arguments_in_another_dtype_are_not_taken_for_images_beside_the_latent() -> None:
+    """No plan helps there: the plain network fails too. Control: what only the probe's sizes do not fit is refused."""
+    denoiser = denoisers.build("sdxl")
+    call = denoisers.call("sdxl", 16, 8)
+    halved = dict(call)
+    for name, value in call.items():
+        if torch.is_tensor(value) and value.ndim == 3:
+            halved[name] = value.half()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        discover(denoiser, denoiser.forward, (), halved)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(UnsupportedModel, match="does not run at the sizes"):
+        discover(denoiser, fails, (), call)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.launch.remote_errors import is_of_mixed_dtypes
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import TOKEN_LAYERS, ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
@@ -196,6 +197,8 @@ def _probed(
                 continue
             if size == PROBE_SIZES[-1] or all(shape[-2] >= LEAST_ROWS for shape in first.convs.values()):
                 return size, first, second, beside
+    if failed is not None and is_of_mixed_dtypes(failed):
+        raise failed  # as the plain network does, at any size
     raise UnsupportedModel(
         f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
         f"latent is as large as the image ({failed}): use plan cfg=2 or data=N"
