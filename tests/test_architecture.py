@@ -56,7 +56,8 @@ ONLY = {
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {
-        *("errors", "plan.byte_sizes", "launch", "models", "strategies", "stream", "pipeline.image_metrics"),
+        *("errors", "plan.byte_sizes", "plan.scalars", "launch", "models", "strategies", "stream"),
+        "pipeline.image_metrics",
         "PUBLIC",
     },
     "serving.job": {"errors"},
@@ -64,7 +65,7 @@ ONLY = {
     "serving.latent_preview": {"errors"},
     "serving.scheduling": {"errors", "shard.verification_cache"},
     "serving.api_keys": {"errors"},
-    "cli.serve": {"errors", "cli", "launch", "models", "serving", "shard.verification_cache"},
+    "cli.serve": {"errors", "plan.scalars", "cli", "launch", "models", "serving", "shard.verification_cache"},
     "cli.bench": {
         *("errors", "cli", "launch", "models", "strategies", "pipeline.image_metrics", "shard.verification_cache"),
         "PUBLIC",

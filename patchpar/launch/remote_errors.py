@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from patchpar.errors import ExchangeError, LaunchError, WorkerError, WorkerOutOfMemory
+from patchpar.errors import ExchangeError, LaunchError, PatchparError, WorkerError, WorkerOutOfMemory
 
 # Errors of communication libraries when another rank has exited, does not answer, or has closed the connection. Such
 # an exception is a consequence: its cause is on another rank.
@@ -150,13 +150,13 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 
 def _portable(error: BaseException) -> Exception | None:
-    """Return the exception itself if the caller has its class, else one of its nearest builtin base class.
+    """Return the exception itself if the caller has its class, else one of its nearest base class that it has.
 
     So `except ValueError` and `except OSError` work as with a plain diffusers pipeline. None if there is no such class,
     or if the exception cannot be pickled and restored.
     """
     try:
-        candidate = error if type(error).__module__ in ("builtins", "patchpar.errors") else _nearest_builtin(error)
+        candidate = error if type(error).__module__ in ("builtins", PatchparError.__module__) else _nearest(error)
         again = pickle.loads(pickle.dumps(candidate))
     except Exception:  # noqa: BLE001  an exception may hold anything, or have an unusual constructor
         return None
@@ -164,8 +164,10 @@ def _portable(error: BaseException) -> Exception | None:
     return again if faithful else None
 
 
-def _nearest_builtin(error: BaseException) -> Exception | None:
+def _nearest(error: BaseException) -> Exception | None:
     for kind in type(error).__mro__:
+        if kind.__module__ == PatchparError.__module__ and issubclass(kind, PatchparError):
+            return None if kind is PatchparError else kind(str(error))
         if kind.__module__ == "builtins" and issubclass(kind, Exception):
             return None if kind in TOO_GENERAL else kind(f"{type(error).__name__}: {error}")
     return None

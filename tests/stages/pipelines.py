@@ -44,6 +44,18 @@ def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -
     return {"equal": [torch.equal(a, b) for a, b in pairs], "sent": found["sent"], "restored": restored}
 
 
+def decoded(this: PoolRank, vae: str) -> float | None:
+    """By how much the decoded image differs from that of plain diffusers; None on ranks that return none."""
+    pipe, arguments = _built("flux")
+    wanted = pipe(**_kwargs(arguments) | {"output_type": "pt"}).images
+    runner = this.runner()
+    runner.adopt(pipe)
+    options = CallOptions(plan=Plan(stage=2), verify=False, vae=vae)
+    output = getattr(runner.generate(_kwargs(arguments) | {"output_type": "pt"}, options), "output", None)
+    runner.restore()
+    return None if output is None else float((output.images - wanted).abs().max())
+
+
 def refused(this: PoolRank, name: str, plan: str) -> str:
     """The message for a pipeline that cannot run with the plan."""
     built = tiny.build(name)

@@ -84,7 +84,7 @@ class StagedDenoiser:
         layouts = self._layouts_for(forward, call)
         with suppress(OtherShapes):
             return self._run(layouts, forward, call)
-        layouts.append(self._prepare(forward, call, layouts[0]))
+        layouts.append(self._prepare(forward, call, layouts))
         return self._run(layouts, forward, call)
 
     def layout_for(self, forward: Forward, call: Call) -> StageLayout:
@@ -122,8 +122,7 @@ class StagedDenoiser:
 
     def new_pass(self, layouts: Sequence[StageLayout], name: str = "", given: GivenTo = given_to) -> StagePass:
         """Return what is called for the block calls of one pass, in errors called by `name`. See `StagePass`."""
-        known = {layout.given: layout for layout in layouts}
-        return StagePass(self.mesh, known, self._placeholders, name, alone=self.exchange == "off", given=given)
+        return StagePass(self.mesh, layouts, self._placeholders, name, alone=self.exchange == "off", given=given)
 
     def through(self, on_call: OnCall, forward: Forward) -> Forward:
         """Return `forward` with its block calls given to `on_call`, which checks their number if it is a StagePass."""
@@ -151,8 +150,8 @@ class StagedDenoiser:
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call, like: StageLayout | None = None) -> StageLayout:
-        """Find how to divide such calls, at the cuts of `like` if given, and verify it. All weights are here then."""
+    def _prepare(self, forward: Forward, call: Call, known: Sequence[StageLayout] = ()) -> StageLayout:
+        """Find how to divide such calls, at the cuts of those `known`, and verify it. All weights are here then."""
         refuse_for_stages(self.denoiser)
         refuse_untrusted(self.denoiser, self.verifications, f"stage={self.axis.size}", "use stage=1")
         before = self._watched.now()
@@ -165,7 +164,7 @@ class StagedDenoiser:
                 f"{error}; or use weights=hosted: the first call of a form runs the whole network"
             ) from error
         try:
-            return self._found(forward, call, like)
+            return self._found(forward, call, known)
         except BaseException:
             if not self._layouts:
                 self.restore()
@@ -178,7 +177,7 @@ class StagedDenoiser:
             return HostedStageWeights(self.hosted, self.axis)
         return StageWeights(self.denoiser, self.comm, self.axis)
 
-    def _found(self, forward: Forward, call: Call, like: StageLayout | None) -> StageLayout:
+    def _found(self, forward: Forward, call: Call, known: Sequence[StageLayout]) -> StageLayout:
         assert self._weights is not None
         own, recorder = self._copied(call), Recorder(self.denoiser)
         before = held_by(own), written(own)
@@ -186,7 +185,7 @@ class StagedDenoiser:
         refuse_kept_state(self.denoiser, wanted, before, own)
         plain = partial(self._plain, forward, call)
         search = self.find_cuts(self.denoiser, plain, recorder.calls, wanted)
-        layout = self._searched(search, plain) if like is None else self._alike(search, like)
+        layout = self._alike(search, known) if known else self._searched(search, plain)
         self._check_same(layout)
         if self.verifications is not None:
             device, size = self.comm.transport.device, self.axis.size
@@ -203,11 +202,11 @@ class StagedDenoiser:
         search.seconds = seconds_of_blocks(plain, self.together)
         return search.layout(self.axis.size)
 
-    def _alike(self, search: CutSearch, like: StageLayout) -> StageLayout:
-        """Return the division at the cuts of another, so that each stage goes on with the weights it has."""
-        is_alike = [call.path for call in search.calls] == like.paths
-        layout = search.layout_at(like.cuts) if is_alike else None
-        if layout is None:
+    def _alike(self, search: CutSearch, known: Sequence[StageLayout]) -> StageLayout:
+        """Return the division at the cuts of those known, so that each stage goes on with the weights it has."""
+        is_alike = [call.path for call in search.calls] == known[0].paths
+        layout = search.layout_at(known[0].cuts) if is_alike else None
+        if layout is None or not all(map(layout.begins_as, known)):
             raise UnsupportedModel(
                 f"{type(self.denoiser).__name__} runs other blocks, or reads more of them, where its arguments have "
                 "the same shapes and other values, which stages would hold other weights for: use stage=1, and patch"
