@@ -29,6 +29,20 @@ DEEP = {"flux": {"num_layers": 2, "num_single_layers": 10}, "lumina2": {"num_lay
 def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -> dict[str, Any] | None:
     """Two calls in stages; whether they give the latents `without` them ("" is plain diffusers), and what was sent."""
     pipe, arguments = _built(name)
+    return _compared(this, pipe, arguments, plan, without, folder)
+
+
+def beside_a_borrower(this: PoolRank, plan: str, folder: str) -> dict[str, Any] | None:
+    """The same of a pipeline whose ControlNet runs blocks of the transformer, in every step before that does."""
+    from benchmarks.coverage.pipelines.zoo import ZOO  # takes seconds to import
+
+    pipe, arguments = ZOO["ZImageControlNetPipeline"].make()
+    return _compared(this, pipe, arguments | {"num_inference_steps": STEPS}, plan, "", folder)
+
+
+def _compared(
+    this: PoolRank, pipe: Any, arguments: dict[str, Any], plan: str, without: str, folder: str
+) -> dict[str, Any] | None:
     before = {key: x.clone() for key, x in _weights(pipe).items()}
     plain = tensors_in(pipe(**_kwargs(arguments)))
     runner = this.runner()
@@ -89,7 +103,8 @@ def killed(this: PoolRank, plan: str = "stage=2") -> None:
 
 def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str, folder: str | None) -> dict[str, Any] | None:
     latents, sent = [], {}
-    options = CallOptions(plan=Plan.parse(plan), verify=Path(folder) if folder else False)
+    verify = Path(folder) if folder else False
+    options = CallOptions(plan=Plan.parse(plan), verify=verify, vae="rank0")  # images in bands have other last bits
     for _ in range(2):
         result = runner.generate(_kwargs(arguments), options)
         if not isinstance(result, CallResult):

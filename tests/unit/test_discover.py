@@ -108,6 +108,12 @@ def test_an_argument_of_another_size_that_stays_is_refused() -> None:
         discover(model, model.forward, call, {})
 
 
+def test_a_call_that_fails_by_itself_is_no_fault_of_the_split() -> None:
+    model = Beside()
+    with pytest.raises(RuntimeError, match="to have 4 channels, but got 3 channels"):
+        discover(model, model.forward, (torch.zeros(1, 3, 8, 8), torch.zeros(1, 7), torch.zeros(1, 4, 16, 16)), {})
+
+
 class Particular(Beside):
     """Fails at some sizes by an error of its own."""
 
@@ -217,8 +223,10 @@ def test_arguments_in_another_dtype_are_not_taken_for_images_beside_the_latent()
     with pytest.raises(RuntimeError, match="same dtype"):
         discover(denoiser, denoiser.forward, (), halved)
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    def fails(*_: Any, **given: Any) -> Any:
+        if given["sample"].shape != call["sample"].shape:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return denoiser(**given)
 
     with pytest.raises(UnsupportedModel, match="does not run at the sizes"):
         discover(denoiser, fails, (), call)

@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch, Plain
 from patchpar.shard.stages.stage_pass import OtherShapes, StagePass
-from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
+from patchpar.shard.stages.weights import Holders, HostedStageWeights, StageWeights, borrowed_blocks
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
@@ -71,6 +71,9 @@ class StagedDenoiser:
         """How cuts are found; set it before the first call."""
         self.together = mesh
         """The ranks that have to find the same cuts, and call each method together; set it before the first call."""
+        self.beside: Collection[object] = ()
+        """Other parts of the pipeline; set it before the first call. Blocks that they run too are on every stage."""
+        self._borrowed = frozenset[str]()
         self._weights: StageWeights | HostedStageWeights | None = None
         self._placeholders = Placeholders(self.comm.transport.device)
         self._watched = WatchedNetwork(denoiser)
@@ -117,7 +120,7 @@ class StagedDenoiser:
         """Context in which this stage has the weights of its own blocks only, and placeholders are NaN again."""
         assert self._weights is not None
         self._placeholders.refill()
-        with self._weights.set_aside(layout.holders()):
+        with self._weights.set_aside(self._holders(layout)):
             yield
 
     def new_pass(self, layouts: Sequence[StageLayout], name: str = "", given: GivenTo = given_to) -> StagePass:
@@ -144,9 +147,13 @@ class StagedDenoiser:
     def release(self, layout: StageLayout) -> None:
         """Hold the weights of this stage's blocks only. Collective. Raises PlanError, ExchangeError."""
         assert self._weights is not None
-        if self._weights.holders != layout.holders():
+        holders = self._holders(layout)
+        if self._weights.holders != holders:
             self._weights.gather()
-            self._weights.release(layout.holders())
+            self._weights.release(holders)
+
+    def _holders(self, layout: StageLayout) -> Holders:
+        return layout.holders() | dict.fromkeys(self._borrowed, frozenset(range(self.axis.size)))
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
@@ -157,6 +164,7 @@ class StagedDenoiser:
         before = self._watched.now()
         if self._weights is None:
             self._weights, self._hooks = self._divided(), BlockHooks(self.denoiser)
+            self._borrowed = borrowed_blocks(self.denoiser, self.beside)
         try:
             self._weights.gather()
         except PlanError as error:
