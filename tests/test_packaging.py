@@ -105,17 +105,17 @@ def test_extras_can_be_had_on_the_oldest_python() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "places", "version"),
+    ("package", "times", "version"),
     [
         ("starlette", 2, "0.43.0"),  # its parser of forms takes no max_part_size
         ("pillow", 3, "10.0.1"),  # its images have no has_transparency_data
         ("openai", 1, "2.1.0"),  # its client has no videos
     ],
 )
-def test_versions_that_lack_what_is_used_are_not_allowed(package: str, places: int, version: str) -> None:
+def test_versions_that_lack_what_is_used_are_not_allowed(package: str, times: int, version: str) -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     asked = re.findall(rf'"({package}\b[^"]*)"', text)
-    assert len(asked) == places
+    assert len(asked) == times
     assert all(version not in Requirement(each).specifier for each in asked)
 
 
