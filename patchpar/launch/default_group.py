@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 TCP = "tcp://"
 LEAST_SECONDS = 0.01  # of a wait: 0 may mean no limit
 ANSWER_SECONDS = 2.0  # beyond the deadline, within which torch itself gives up what does not connect
+TAKES_LISTENER = "2.8"  # torch: before it only the older store, without libuv, takes a socket that listens
 OTHER_PORT = "Choose another one, on all machines (--master-port, or MASTER_PORT)"
 _STORES: dict[tuple[int | str | None, ...], Store] = {}
 """torchrun's, by rank and job. They are kept: where torchrun has none, rank 0's process has the one of all ranks."""
@@ -108,7 +109,9 @@ def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) 
     `listener`: of rank 0, which listens at that port already and is the store's from now on. A wait in it ends at the
     deadline. Raises LaunchError if rank 0 does not open it.
     """
+    import torch
     import torch.distributed as dist
+    from packaging.version import Version
 
     timeout = timedelta(seconds=own.deadline)
     if not where.startswith(TCP):
@@ -125,6 +128,7 @@ def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) 
             timeout,
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=listener is None or Version(torch.__version__) >= Version(TAKES_LISTENER),
         )
     except RuntimeError as error:
         raise LaunchError(

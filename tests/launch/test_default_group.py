@@ -64,8 +64,10 @@ def test_the_file_of_a_store_is_closed_once():
     store.close()
 
 
-def test_rank_0_opens_the_store_at_a_port_that_it_has_kept():
-    """A port that is only looked up may be another process's by then."""
+@pytest.mark.parametrize("older", [False, True])
+def test_rank_0_opens_the_store_at_a_port_that_it_has_kept(older, monkeypatch):
+    """A port that is only looked up may be another process's by then. `older`: the store of torch 2.6 and 2.7."""
+    monkeypatch.setattr(default_group, "TAKES_LISTENER", "99" if older else default_group.TAKES_LISTENER)
     listener = socket.create_server(("127.0.0.1", 0))
     where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     first, second = (replace(OWN, rank=rank, device="cpu", deadline=20.0) for rank in (0, 1))
