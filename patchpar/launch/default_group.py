@@ -23,6 +23,7 @@ from patchpar.launch.accelerators import (
     kind_of_card,
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
+from patchpar.launch.nccl_failures import failures_are_raised
 from patchpar.launch.rendezvous import JOB
 from patchpar.launch.time_limit import TimedOut, time_limited
 
@@ -63,14 +64,15 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
 
     values_of_all(store, own, "here", "")
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=own.rank,
-            world_size=own.world_size,
-            timeout=timedelta(seconds=own.timeout),
-            device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
-        )
+        with failures_are_raised():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=own.rank,
+                world_size=own.world_size,
+                timeout=timedelta(seconds=own.timeout),
+                device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
+            )
     except RuntimeError as error:
         raise LaunchError(
             f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {error}. With "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -16,11 +17,13 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, form_groups, stream_waits
+from patchpar.comm.transport.link_groups import LinkGroups
 from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
 from patchpar.comm.transport.torch_collectives import LARGE
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.launch.hang_detection import WORK_TIMES
+from patchpar.launch.nccl_failures import FAILURES_ARE_RAISED
 
 
 class Gpu:
@@ -211,6 +214,31 @@ def test_what_this_step_needs_has_a_stream_of_its_own_and_priority(gpu: Gpu) -> 
     assert line.collectives is not None
     line.collectives.form([(0, 1, 2), (0, 2)])
     assert [(group.ranks, group.is_urgent) for group in gpu.groups[2:]] == [([0, 2], True), ([0, 2], False)]
+
+
+@pytest.mark.parametrize("standalone", [False, True])
+def test_torch_does_not_end_the_process_where_nccl_fails(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, standalone: bool
+) -> None:
+    """Its thread would: it sees within 0.1 s that a rank is gone, or has ended its groups at its own deadline."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    before, found = dict(os.environ), []
+
+    def made(*_: Any) -> Group:
+        found.append({name: os.environ.get(name) for name in FAILURES_ARE_RAISED})
+        return Group(gpu, (), None)
+
+    monkeypatch.setattr(torch.distributed, "new_group", made)
+    made.Options = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", made)
+    if standalone:
+        groups = LinkGroups("nccl", torch.device("cpu"), 0, 30.0)
+        groups.renew(torch.distributed.HashStore(), [(0, 1)], [(0, 1)])
+    else:
+        transport()
+    assert found == [FAILURES_ARE_RAISED] * (3 if standalone else 2)
+    assert dict(os.environ) == before, "groups of the script keep its settings"
 
 
 def test_ranks_connect_when_their_groups_are_made(gpu: Gpu) -> None:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
+from patchpar.launch.nccl_failures import failures_are_raised
 from patchpar.launch.time_limit import TimedOut, time_limited
 
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class ProcessGroups:
                 if (ranks, bulk) in self._formed:
                     continue
                 self._formed.add((ranks, bulk))
-                made = self._in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
+                with failures_are_raised():
+                    made = self._in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
                 if made is not None:
                     self._own[ranks, bulk] = made
 
