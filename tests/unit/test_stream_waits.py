@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, form_groups, stream_waits
+from patchpar.comm.transport import (
+    Incoming,
+    LinkTransport,
+    Outgoing,
+    TensorSpec,
+    form_groups,
+    link_groups,
+    stream_waits,
+)
 from patchpar.comm.transport.link_groups import LinkGroups
 from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
 from patchpar.comm.transport.torch_collectives import LARGE
@@ -336,6 +344,38 @@ def test_an_exchange_whose_begin_waits_for_the_others_ends(
         line.send_recv([], [Incoming(1, (SPEC,))], "norm1")
     assert is_cut or True in flag.values, "the caller is told that this rank only waits"
     line.close()
+
+
+@pytest.mark.parametrize("through_links", [False, True])
+def test_ranks_that_do_not_connect_fail_within_the_deadline(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, through_links: bool
+) -> None:
+    """torch knows a communicator once NCCL has made it: an abort does not end the call that waits for the others."""
+    blocked = threading.Event()
+
+    def connecting(*_: Any) -> Any:
+        blocked.wait(60)
+        raise RuntimeError("the test is over")
+
+    def form() -> None:
+        if through_links:
+            monkeypatch.setattr(link_groups, "standalone_group", lambda store, own: Group(gpu, own.ranks, None))
+            host: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), deadline=0.6, waiting=nullcontext())
+            host.is_cut = False
+            LinkTransport(host, "nccl", "a").renew(torch.distributed.HashStore(), [(0, 1)], [])
+        else:
+            form_groups(transport(deadline=0.6), [(0, 2)], symmetric_memory=False)
+
+    for name in ("send", "all_gather_single"):
+        monkeypatch.setattr(Group, name, connecting, raising=False)
+    with ThreadPoolExecutor(1) as thread:
+        formed = thread.submit(form)
+        try:
+            with pytest.raises(ExchangeError, match=r"of nccl is not there within 0\.6 s: another rank has not come"):
+                formed.result(timeout=30)
+        finally:
+            blocked.set()
+    assert gpu.enqueued.count("abort") >= 1
 
 
 def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

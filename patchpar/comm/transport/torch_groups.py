@@ -4,7 +4,7 @@ Each has a communicator and, with NCCL, a stream of its own. Of every set of ran
 are needed now do not queue behind bulk that is needed in the next step. Theirs is a stream of high priority.
 
 NCCL connects ranks in calls that return when all ranks have made them, however long that takes. Threads make these
-calls, and are not waited for beyond the deadline.
+calls, and are not waited for beyond the deadline: an abort does not end those in which a communicator is made.
 
 All groups are aborted at once, each by a thread. NCCL first tells the kernels of a communicator to end, and then frees
 its memory, for which the driver waits for every kernel of the GPU: also for those of a group that would be next
@@ -58,14 +58,16 @@ class ProcessGroups:
                     continue
                 self._formed.add((ranks, bulk))
                 with failures_are_raised():
-                    made = self._in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
+                    made = self.in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
                 if made is not None:
                     self._own[ranks, bulk] = made
 
-    def _in_time(self, make: Callable[[], T], what: str) -> T:
+    def in_time(self, make: Callable[[], T], what: str) -> T:
         """Return what `make` returns. Raises ExchangeError, after the deadline at the latest: gloo has the same."""
         try:
             return within(self._deadline, make, self._device) if self.backend == "nccl" else make()
+        except ExchangeError:
+            raise
         except TimedOut as error:
             raise ExchangeError(
                 f"{what} of {self.backend} is not there within {self._deadline:g} s: another rank has not come to it. "
