@@ -401,6 +401,19 @@ def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.
     assert gpu.enqueued[-4:] == ["aborted"] * 2 + ["released"] * 2
 
 
+def test_groups_that_torch_cannot_release_are_left(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for operations in flight, and for an abort that hangs, which has the lock of the communicator."""
+    line, blocked = transport(deadline=0.5), threading.Event()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: blocked.wait(60))
+    with ThreadPoolExecutor(1) as thread:
+        closed = thread.submit(line.close)
+        try:
+            closed.result(timeout=20)
+        finally:
+            blocked.set()
+
+
 class Clock:
     """In the place of `time`. `now`: seconds."""
 

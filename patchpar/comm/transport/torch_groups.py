@@ -125,12 +125,23 @@ class ProcessGroups:
             owner.abort()
 
     def destroy(self) -> None:
-        """Release all groups. Idempotent."""
+        """Release all groups. Idempotent. Returns after the deadline at the latest; what hangs is left as it is."""
         with self._ending:
-            for group in self._own.values() if dist.is_initialized() else ():
-                with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or it went with the default group
-                    dist.destroy_process_group(group)
+            groups = list(self._own.values()) if dist.is_initialized() else []
             self._own.clear()
+            release = partial(_release, groups)
+            try:
+                within(self._deadline, release, self._device) if groups and self.backend == "nccl" else release()
+            except TimedOut:
+                log.error("%d groups of %s have not ended in %g s", len(groups), self.backend, self._deadline)
+            except RuntimeError:  # Python begins no thread while it ends
+                release()
+
+
+def _release(groups: Sequence[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or it went with the default group
+            dist.destroy_process_group(group)
 
 
 def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:
