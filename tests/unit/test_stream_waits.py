@@ -401,6 +401,23 @@ def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.
     assert gpu.enqueued[-4:] == ["aborted"] * 2 + ["released"] * 2
 
 
+def test_groups_with_a_late_exchange_are_aborted_before_they_are_released(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits sees that an exchange is late before the thread that says so aborts: to release waits for its end."""
+    line = transport(deadline=0.05)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: gpu.enqueued.append("released"))
+    assert line.waits is not None
+    monkeypatch.setattr(line.waits, "_on_late", lambda reason: None)  # the thread has not come to it
+    gpu.stuck, gpu.reached = True, 0.0
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\]"):
+        line.settle("end of the call")
+    line.close()
+    assert gpu.enqueued[-4:] == ["abort"] * 2 + ["released"] * 2
+
+
 def test_groups_that_torch_cannot_release_are_left(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for operations in flight, and for an abort that hangs, which has the lock of the communicator."""
     line, blocked = transport(deadline=0.5), threading.Event()
