@@ -21,6 +21,7 @@ from patchpar.comm.transport import (
     LinkTransport,
     Outgoing,
     TensorSpec,
+    connect_group,
     form_groups,
     link_groups,
     stream_waits,
@@ -247,6 +248,31 @@ def test_torch_does_not_end_the_process_where_nccl_fails(
         transport()
     assert found == [FAILURES_ARE_RAISED] * (3 if standalone else 2)
     assert dict(os.environ) == before, "groups of the script keep its settings"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_ranks_tell_each_other_their_groups_within_the_deadline(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Not through the default group of the script, which has torch's limit."""
+
+    def gather(group: Group, rows: Any, own: Any, options: Any) -> Work:
+        rows.view(-1, *own.shape).copy_(own)
+        gpu.stuck = not comes
+        return Work(gpu, ())
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: group)
+    monkeypatch.setattr(Group, "all_gather_single", gather)
+    if comes:
+        line, ranks = connect_group(torch.device("cpu"), 30.0, [2, 0])
+        assert ranks == (0, 2)
+        assert line.collectives is not None
+        assert line.collectives.covers((0, 2))
+        return
+    gpu.reached = 0.0
+    with pytest.raises(ExchangeError, match=r"rank 2 at the groups of all ranks: the other ranks have not taken part"):
+        connect_group(torch.device("cpu"), 0.2, [2, 0])
 
 
 def test_ranks_connect_when_their_groups_are_made(gpu: Gpu) -> None:
