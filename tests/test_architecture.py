@@ -39,7 +39,8 @@ ONLY = {
     "comm.transport": {
         *("errors", "comm.kernels.pack_tensors", "launch.accelerators", "launch.anonymous_file"),
         *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
-        *("launch.hang_detection.WORK_TIMES", "launch.rendezvous.this_host", "launch.time_limit"),
+        *("launch.hang_detection.WORK_TIMES", "launch.nccl_failures", "launch.rendezvous.this_host"),
+        "launch.time_limit",
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
     "shard.unet.layers": {

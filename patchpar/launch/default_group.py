@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from patchpar.errors import LaunchError
@@ -23,6 +24,7 @@ from patchpar.launch.accelerators import (
     kind_of_card,
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
+from patchpar.launch.nccl_failures import failures_are_raised
 from patchpar.launch.rendezvous import JOB
 from patchpar.launch.time_limit import TimedOut, time_limited
 
@@ -57,24 +59,28 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
     """Make the default group once all ranks are there. Collective. Raises LaunchError.
 
     On accelerators the ranks connect now and not at the first exchange: a wrong driver or network is a failed start.
-    NCCL itself waits without a limit for a rank that does not come.
+    NCCL itself waits without a limit for a rank that does not come, so that it does so in a thread.
     """
     import torch
     import torch.distributed as dist
 
     values_of_all(store, own, "here", "")
+    form = partial(
+        dist.init_process_group,
+        backend,
+        store=store,
+        rank=own.rank,
+        world_size=own.world_size,
+        timeout=timedelta(seconds=own.timeout),
+        device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
+    )
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=own.rank,
-            world_size=own.world_size,
-            timeout=timedelta(seconds=own.timeout),
-            device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
-        )
-    except RuntimeError as error:
+        with failures_are_raised():
+            time_limited(own.deadline, form, "patchpar-connect")
+    except (RuntimeError, TimedOut) as error:
+        why = f"it is not over within {own.deadline:g} s" if isinstance(error, TimedOut) else error
         raise LaunchError(
-            f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {error}. With "
+            f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {why}. With "
             f"NCCL_DEBUG=INFO in the environment NCCL says more; {INTERFACE} names the network interface to use"
         ) from error
 

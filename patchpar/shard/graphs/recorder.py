@@ -92,7 +92,8 @@ class _DeviceGraph:
         """See `CapturedStep`. Returns at once. Raises ExchangeError if the graph has been released."""
         what = self._what  # what watches the replay does not keep the graph
         try:
-            self._graph.replay()
+            with nullcontext() if self._waits is None else self._waits.replays:
+                self._graph.replay()
         except RuntimeError as error:
             raise ExchangeError(f"{what}: its graph cannot be replayed: {str(error).partition(chr(10))[0]}") from error
         if self._waits is None:  # it waits for no other rank
