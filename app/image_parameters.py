@@ -54,7 +54,8 @@ def text_of(request: GenerateRequest, facts: Mapping[str, str]) -> str:
         **facts,
     }
     line = ", ".join(f"{name}: {_quoted(value)}" for name, value in settings.items())
-    return f"{request.prompt}{NEGATIVE} {request.negative}\n{line}"
+    negative = request.negative.replace(NEGATIVE, f" {NEGATIVE.strip()}")  # so that the last such line is its begin
+    return f"{request.prompt}{NEGATIVE} {negative}\n{line}"
 
 
 def add_parameters(image: Any, request: GenerateRequest, facts: Mapping[str, str]) -> Any:
@@ -80,12 +81,13 @@ def request_of(text: str) -> GenerateRequest:
     written, has_settings, line = text.rpartition(SETTINGS)
     if not has_settings:
         raise PlanError(f"{FILE} has parameters without steps, so not those of one image: {text[:80]!r}")
-    before, has_negative, negative = written.rpartition(NEGATIVE)
-    prompt, negative = (before, negative.strip()) if has_negative else (negative, "")
     settings = _settings_in(SETTINGS + line)
-    if OWN not in settings.items():
+    is_own = OWN in settings.items()
+    begin = written.rfind(NEGATIVE) if is_own else written.find(NEGATIVE)  # of several the web UI reads the first
+    prompt, negative = (written[:begin], written[begin + len(NEGATIVE) :]) if begin >= 0 else (written, "")
+    if not is_own:
         prompt = TAG.sub("", prompt).strip()
-    return GenerateRequest.of(prompt=prompt, negative=negative, **_arguments(settings))
+    return GenerateRequest.of(prompt=prompt, negative=negative.strip(), **_arguments(settings))
 
 
 def loras_in(path: str | Path) -> str:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from patchpar import PlanError
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
+from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of, trusted
 from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
 
 from . import accessibility, click_feedback, event_stream, keyboard
@@ -84,17 +84,19 @@ def application(state: AppState, address: Address) -> FastAPI:
     """The page and its live streams as one application. Sets Gradio's folder of files to that of `state`."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(OwnRequests)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=address.names)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=trusted(address.names))
     return add_page(app, state, address, "/")
 
 
 def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> FastAPI:
-    """Add the page at `path`, and its live streams. Sets Gradio's folder of files to that of `state`."""
+    """Add the page at `path`, and its live streams below it. Sets Gradio's folder of files to that of `state`."""
     os.environ["GRADIO_TEMP_DIR"] = str(
         state.uploads
     )  # the only setting of this folder in Gradio, read now and at every upload
 
-    @app.get("/live/{name}")
+    live_path = f"{path.rstrip('/')}/live/{{name}}"
+
+    @app.get(live_path)
     async def live(name: str) -> StreamingResponse:
         feed = state.feeds.get(name)
         if feed is None:
@@ -106,7 +108,7 @@ def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> Fast
         page = feed.page if isinstance(feed, LiveFeed) else PlainTextResponse(OVER, 404)
         await page(scope, receive, send)
 
-    app.mount("/live/{name}", live_page)
+    app.mount(live_path, live_page)
     page = build(state).queue(max_size=WAITING, default_concurrency_limit=None, api_open=False)
     return gr.mount_gradio_app(
         app,

@@ -39,7 +39,8 @@ ONLY = {
     "comm.transport": {
         *("errors", "comm.kernels.pack_tensors", "launch.accelerators", "launch.anonymous_file"),
         *("launch.descriptors", "launch.executor.RankContext", "launch.links", "launch.network.tagged_socket"),
-        *("launch.hang_detection.WORK_TIMES", "launch.rendezvous.this_host", "launch.time_limit"),
+        *("launch.hang_detection.WORK_TIMES", "launch.nccl_failures", "launch.rendezvous.this_host"),
+        "launch.time_limit",
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
     "shard.unet.layers": {
@@ -56,7 +57,8 @@ ONLY = {
     "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {
-        *("errors", "plan.byte_sizes", "launch", "models", "strategies", "stream", "pipeline.image_metrics"),
+        *("errors", "plan.byte_sizes", "plan.scalars", "launch", "models", "strategies", "stream"),
+        "pipeline.image_metrics",
         "PUBLIC",
     },
     "serving.job": {"errors"},
@@ -64,7 +66,7 @@ ONLY = {
     "serving.latent_preview": {"errors"},
     "serving.scheduling": {"errors", "shard.verification_cache"},
     "serving.api_keys": {"errors"},
-    "cli.serve": {"errors", "cli", "launch", "models", "serving", "shard.verification_cache"},
+    "cli.serve": {"errors", "plan.scalars", "cli", "launch", "models", "serving", "shard.verification_cache"},
     "cli.bench": {
         *("errors", "cli", "launch", "models", "strategies", "pipeline.image_metrics", "shard.verification_cache"),
         "PUBLIC",

@@ -16,7 +16,7 @@ from patchpar.cli.flags import HostFlags, ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import check_apart, check_writable, names_for, save, with_word
 from patchpar.cli.pipeline_changes import change_pipeline
-from patchpar.cli.run_pipeline import parameters_of, report_run
+from patchpar.cli.run_pipeline import parameters_of, report_run, sampling_in
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
 from patchpar.models.task import RequestedTask, purpose_of
@@ -168,9 +168,10 @@ def _generate(request: CompareFlags, requested_task: RequestedTask, where: dict[
         change_pipeline(pipe, request.lora, request.scheduler)
         exact = {"output_type": "np"}  # not rounded to 8 bits, so that small errors are measured
         takes = parameters_of(pipe)
-        pipe(**inputs.arguments(request.for_images(), takes) | exact | {"num_inference_steps": WARM_UP_STEPS})
-        pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = pipe(**inputs.arguments(request.for_images(), takes) | exact)
+        with sampling_in(pipe, request.steps):
+            pipe(**inputs.arguments(request.for_images(), takes) | exact | {"num_inference_steps": WARM_UP_STEPS})
+            pipe.on_step, pipe.tracing = step, request.trace is not None
+            output = pipe(**inputs.arguments(request.for_images(), takes) | exact)
         return ComparedRun(pipe.last_run, images_of(output) or [])
 
 

@@ -8,15 +8,22 @@ import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.launch.remote_errors import is_out_of_memory
+from patchpar.launch.remote_errors import is_of_mixed_dtypes, is_out_of_memory
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
 BAD_USE = 2
 FAILURE = 1
+WAYS_OUT: tuple[tuple[Callable[[Exception], bool], str], ...] = (
+    (is_out_of_memory, "Use a smaller image, more devices, or a plan with weights=hosted"),
+    (is_of_mixed_dtypes, "Parts of the model are in different dtypes: load all in one, as with --dtype float32"),
+)
+"""Of errors that are torch's or Python's own."""
 
 
 @contextlib.contextmanager
@@ -78,7 +85,8 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    bar = Progress(*columns, console=Console(stderr=True))
+    with _despite_full_log(bar):
         task = bar.add_task(first, total=None)
 
         def step(done: int, total: int) -> None:
@@ -91,6 +99,18 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
                 bar.live.transient = True
                 bar.console.quiet = not bar.console.is_terminal  # where an empty line would be left
             raise
+
+
+@contextlib.contextmanager
+def _despite_full_log(bar: "Progress") -> Iterator[None]:
+    """Show the bar in the `with` block; that it cannot be written, as into a log on a full disk, fails no run."""
+    with contextlib.suppress(OSError):
+        bar.start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            bar.stop()
 
 
 def print_json(values: dict[str, Any]) -> None:
@@ -114,6 +134,7 @@ def _printable(text: str) -> str:
 def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
-    if message is not text and is_out_of_memory(error):  # of this process, whose error is torch's or Python's own
-        message = f"{message.rstrip('.')}. Use a smaller image, more devices, or a plan with weights=hosted"
+    if message is not text:
+        ways_out = [way_out for is_such, way_out in WAYS_OUT if is_such(error)]
+        message = ". ".join((message.rstrip("."), *ways_out)) if ways_out else message
     return f"{message} (--debug shows where)" if is_cut or message is not text else message

@@ -3,6 +3,7 @@
 import math
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import whole_in
 
 AUTO_BATCH = 8
 """Requests: whoever is in a batch waits until all of it is made."""
@@ -12,9 +13,10 @@ def batch_of(text: str) -> int:
     """Read `--batch`: the most requests in one call. Raises PlanError."""
     if text == "auto":
         return AUTO_BATCH
-    if not (text.isascii() and text.isdigit()):
-        raise PlanError(f"--batch {text}: use auto, or the number of requests that are made in one call")
-    return int(text)
+    number = whole_in(text)
+    if number is None:
+        raise PlanError(f"--batch {text:.80}: use auto, or the number of requests that are made in one call")
+    return number
 
 
 def recovers(text: str) -> bool:

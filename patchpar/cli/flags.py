@@ -210,14 +210,27 @@ def plan_of(plan: str, strategy: str | None, devices: str) -> Plan | str:
     from patchpar import Plan
     from patchpar.strategies import parse_strategy
 
-    options = None if strategy is None else parse_strategy(strategy)
     if plan != "auto":
-        return Plan.parse(plan, strategy=options)
+        return read_plan(plan, strategy)
+    options = None if strategy is None else parse_strategy(strategy)
     if options is None or str(options) == "exact":
         return "auto"
     if options.for_one_rank:
         return Plan(patch=_count(devices), strategy=options)
     raise PlanError(f"--strategy {strategy} needs a plan to go with: add, for example, --plan patch=2")
+
+
+def read_plan(plan: str, strategy: str | None = None) -> Plan:
+    """Return the plan of `--plan` and `--strategy`. Raises PlanError, also for an empty text, which is no plan here."""
+    from patchpar import Plan
+    from patchpar.strategies import parse_strategy
+
+    if not plan.strip(" ,"):
+        raise PlanError(
+            "--plan is empty, as a variable of the shell that is not set: leave it out, or use axes, as in "
+            "cfg=2,patch=2, or single for one device"
+        )
+    return Plan.parse(plan, strategy=None if strategy is None else parse_strategy(strategy))
 
 
 def _count(devices: str) -> int:

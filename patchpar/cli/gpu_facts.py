@@ -65,13 +65,15 @@ def links() -> str | None:
 
 
 def will_use(devices: Sequence[str], software: dict[str, str | None]) -> str:
-    """Return what ranks on these devices exchange through, and with which kernels."""
-    from patchpar.launch.accelerators import default_backend, is_accelerator, kind_of
+    """Return what ranks on these devices exchange through, with which kernels, and how these are launched."""
+    from patchpar.launch.accelerators import default_backend, has_graphs, is_accelerator, kind_of
     from patchpar.launch.handshake import needs_group
 
     if not is_accelerator(devices[0]):
         return "shared memory between CPU workers, torch's kernels"
     kernels = "patchpar's fused kernels (Triton)" if software["triton"] else "torch's kernels, since Triton is missing"
+    if has_graphs(kind_of(devices[0])):
+        kernels += ", launched one by one: with --graphs (graphs='auto') a step is one launch, which fast GPUs need"
     if len(devices) == 1:
         return f"{kernels}; one device, so that nothing is exchanged"
     between = default_backend(kind_of(devices[0])) if needs_group(tuple(devices)) else "memory of the host"

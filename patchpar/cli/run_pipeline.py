@@ -1,8 +1,8 @@
 """Open the pipeline of the flags, call it once with a progress bar, and report."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,9 +13,35 @@ from patchpar.cli.flags import ModelFlags, plan_of
 from patchpar.cli.output_files import full_disk_named
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
+from patchpar.errors import PatchparError, PlanError
 from patchpar.models.task import RequestedTask, purpose_of
 
 R = TypeVar("R")
+
+
+@contextmanager
+def sampling_in(pipe: Any, steps: int | None) -> Iterator[None]:
+    """Context of a call with `--steps`. Raises PlanError in place of the error of a scheduler that refuses them."""
+    try:
+        yield
+    except Exception as error:
+        scheduler = getattr(pipe, "scheduler", None) if steps and not isinstance(error, PatchparError) else None
+        reason = _refusal_of(scheduler, steps) if scheduler is not None else ""
+        if not reason or reason not in str(error):
+            raise
+        raise PlanError(
+            f"--steps {steps}: {type(scheduler).__name__}, the scheduler of this model, refuses it "
+            f"({reason.splitlines()[0].rstrip('.')}): use another number, or another --scheduler"
+        ) from error
+
+
+def _refusal_of(scheduler: Any, steps: int | None) -> str:
+    """Return what a scheduler says of a number of steps; empty if it takes it."""
+    try:
+        scheduler.set_timesteps(steps)
+    except Exception as refusal:  # noqa: BLE001 - theirs are of any type
+        return str(refusal)
+    return ""
 
 
 def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Sequence[str], **figures: Any) -> None:
@@ -63,7 +89,8 @@ def returned_by(
             pipe.set_progress_bar_config(disable=True)
             change_pipeline(pipe, request.lora, request.scheduler)
             pipe.on_step, pipe.tracing = step, request.trace is not None
-            output = call(pipe)
+            with sampling_in(pipe, request.steps):
+                output = call(pipe)
         kept = aside.submit(keep, output)
         run = pipe.last_run
     return run, kept.result()

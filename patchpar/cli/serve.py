@@ -29,6 +29,7 @@ from patchpar.cli.pipeline_changes import LoraFlag
 from patchpar.cli.stream.flags import is_block_causal
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
+from patchpar.plan.scalars import whole_in
 
 if TYPE_CHECKING:
     from patchpar.serving.api_keys import ApiKeys
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from patchpar.serving.streams.stream_service import StreamService
 
 PAGE_MODULES = ("server", "workers", "shared_page")
-PAGE_PATHS = ("/app", "/live/")
+PAGE_PATHS = ("/app",)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_STREAMS = ("stream_slots", "max_seconds")
 OF_IMAGES = (
@@ -253,14 +254,15 @@ def _quality(request: ServeFlags) -> dict[str, int]:
     """Return steps by quality. Raises PlanError for text of another form, and more steps than are made."""
     found = dict[str, int]()
     for part in request.quality.split(",") if request.quality else ():
-        name, _, steps = part.strip().partition("=")
-        if not (steps.isascii() and steps.isdigit()):
-            raise PlanError(f"--quality {request.quality}: write it as low=8,high=30, with numbers of steps")
-        if int(steps) > request.max_steps:
+        name, _, number = part.strip().partition("=")
+        steps = whole_in(number)
+        if steps is None:
+            raise PlanError(f"--quality {request.quality:.80}: write it as low=8,high=30, with numbers of steps")
+        if steps > request.max_steps:
             raise PlanError(f"--quality {part.strip()}: at most {request.max_steps} steps are made, see --max-steps")
         if name in found:
             raise PlanError(f"--quality {request.quality} has {name} twice: once is enough")
-        found[name] = int(steps)
+        found[name] = steps
     return found
 
 

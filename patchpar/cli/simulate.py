@@ -11,7 +11,7 @@ import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flag_values import check_guidance
-from patchpar.cli.flags import Debug, Format, Json, given
+from patchpar.cli.flags import Debug, Format, Json, given, read_plan
 from patchpar.cli.output_files import check_can_write, full_disk_named
 from patchpar.errors import PlanError
 from patchpar.plan.byte_sizes import readable_bytes
@@ -96,12 +96,7 @@ def simulate(request: SimulateFlags) -> None:
 
 
 def _forecast(request: SimulateFlags) -> Forecast:
-    from patchpar import Plan
-    from patchpar.strategies import parse_strategy
-
-    options = None if request.strategy is None else parse_strategy(request.strategy)
-    plan = Plan.parse(request.plan, strategy=options)
-    return request.simulator().of(plan)
+    return request.simulator().of(read_plan(request.plan, request.strategy))
 
 
 def lines(found: Forecast) -> Iterator[str]:

@@ -202,6 +202,15 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free + module.memory_reserved(device) - module.memory_allocated(device))
 
 
+def untaken_fraction(device: torch.device) -> float:
+    """Return the part of an accelerator's memory, 0 to 1, that no process has taken; 0 where torch does not know."""
+    module = device_module(device.type)
+    if not is_accelerator(str(device)) or not hasattr(module, "mem_get_info"):
+        return 0.0
+    free, total = module.mem_get_info(device)
+    return float(free / total)
+
+
 def release_cached(device: torch.device) -> None:
     """Give back the memory of freed tensors that torch keeps for new ones; also of those that only cycles refer to."""
     gc.collect()

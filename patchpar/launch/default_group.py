@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 from patchpar.errors import LaunchError
@@ -23,6 +24,7 @@ from patchpar.launch.accelerators import (
     kind_of_card,
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
+from patchpar.launch.nccl_failures import failures_are_raised
 from patchpar.launch.rendezvous import JOB
 from patchpar.launch.time_limit import TimedOut, time_limited
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 TCP = "tcp://"
 LEAST_SECONDS = 0.01  # of a wait: 0 may mean no limit
 ANSWER_SECONDS = 2.0  # beyond the deadline, within which torch itself gives up what does not connect
+TAKES_LISTENER = "2.8"  # torch: before it only the older store, without libuv, takes a socket that listens
 OTHER_PORT = "Choose another one, on all machines (--master-port, or MASTER_PORT)"
 _STORES: dict[tuple[int | str | None, ...], Store] = {}
 """torchrun's, by rank and job. They are kept: where torchrun has none, rank 0's process has the one of all ranks."""
@@ -56,24 +59,28 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
     """Make the default group once all ranks are there. Collective. Raises LaunchError.
 
     On accelerators the ranks connect now and not at the first exchange: a wrong driver or network is a failed start.
-    NCCL itself waits without a limit for a rank that does not come.
+    NCCL itself waits without a limit for a rank that does not come, so that it does so in a thread.
     """
     import torch
     import torch.distributed as dist
 
     values_of_all(store, own, "here", "")
+    form = partial(
+        dist.init_process_group,
+        backend,
+        store=store,
+        rank=own.rank,
+        world_size=own.world_size,
+        timeout=timedelta(seconds=own.timeout),
+        device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
+    )
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=own.rank,
-            world_size=own.world_size,
-            timeout=timedelta(seconds=own.timeout),
-            device_id=None if backend in HOST_BACKENDS else torch.device(own.device),
-        )
-    except RuntimeError as error:
+        with failures_are_raised():
+            time_limited(own.deadline, form, "patchpar-connect")
+    except (RuntimeError, TimedOut) as error:
+        why = f"it is not over within {own.deadline:g} s" if isinstance(error, TimedOut) else error
         raise LaunchError(
-            f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {error}. With "
+            f"rank {own.rank} ({own.device}) cannot connect to the others through {backend}: {why}. With "
             f"NCCL_DEBUG=INFO in the environment NCCL says more; {INTERFACE} names the network interface to use"
         ) from error
 
@@ -108,7 +115,9 @@ def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) 
     `listener`: of rank 0, which listens at that port already and is the store's from now on. A wait in it ends at the
     deadline. Raises LaunchError if rank 0 does not open it.
     """
+    import torch
     import torch.distributed as dist
+    from packaging.version import Version
 
     timeout = timedelta(seconds=own.deadline)
     if not where.startswith(TCP):
@@ -125,6 +134,7 @@ def store_at(where: str, own: GroupRank, listener: socket.socket | None = None) 
             timeout,
             wait_for_workers=False,
             master_listen_fd=None if listener is None else listener.detach(),
+            use_libuv=listener is None or Version(torch.__version__) >= Version(TAKES_LISTENER),
         )
     except RuntimeError as error:
         raise LaunchError(

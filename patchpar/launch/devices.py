@@ -14,7 +14,7 @@ from pathlib import Path
 
 from patchpar.errors import PlanError
 from patchpar.launch import accelerators
-from patchpar.plan.scalars import is_whole, plain
+from patchpar.plan.scalars import MOST_DIGITS, is_whole, plain, whole_in
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg", "dri/renderD*", "davinci[0-9]*")
 """In /dev: NVIDIA, AMD, NVIDIA under WSL, Intel (and any other that renders), Ascend."""
@@ -25,7 +25,7 @@ CARD_CLASSES = ("0x03", "0x12")
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
 RAY = "ray"
-NUMBER = re.compile(r"-?\d+")
+NUMBER = re.compile(rf"-?\d{{1,{MOST_DIGITS}}}")
 ACCEPTED = (
     'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices; '
     '"xpu", "npu" and "mps" like "cuda"; "ray:8" (eight ranks on a Ray cluster)'
@@ -193,16 +193,16 @@ def _from_text(text: str) -> Devices:
         return _gpus(text, count_of(text))
     kind, _, number = text.partition(":")
     if (kind == "cpu" and number) or kind == RAY:
-        return _counted(kind, int(number) if number.isdecimal() else 0, text)
+        return _counted(kind, whole_in(number), text)
     return _from_list([text])
 
 
-def _counted(kind: str, number: int, text: str) -> Devices:
-    """Return the devices of "cpu:N" or "ray:N"; `number` is 0 where N is none."""
+def _counted(kind: str, number: int | None, text: str) -> Devices:
+    """Return the devices of "cpu:N" or "ray:N"; `number` is None where N is none."""
     if kind == RAY:
-        return _on_ray(number, text)
-    if not text.partition(":")[2].isdecimal():
-        raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
+        return _on_ray(number or 0, text)
+    if number is None:
+        raise PlanError(f"devices={text!r:.80}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
     return _cpu_workers(number, text)
 
 
@@ -242,13 +242,14 @@ def _one_device(device: object) -> str:
     kind, _, index = name.partition(":")
     if name == "cpu":
         return name
-    if kind in accelerators.KINDS and index.isdecimal():
-        if int(index) >= count_of(kind):
+    number = whole_in(index)
+    if kind in accelerators.KINDS and number is not None:
+        if number >= count_of(kind):
             raise PlanError(f"device {name!r} does not exist: {_what_exists(kind)}")
-        return f"{kind}:{int(index)}"
+        return f"{kind}:{number}"
     if name in accelerators.KINDS:
         raise PlanError(f"{name!r} in devices names none of them: write '{name}:0', or devices={name!r} for all")
-    raise PlanError(f"{name!r} is not a device; {ACCEPTED}")
+    raise PlanError(f"{name!r:.80} is not a device; {ACCEPTED}")
 
 
 def _is_of_torch(device: object) -> bool:
@@ -274,7 +275,7 @@ def _cpu_workers(number: int, asked: object) -> Devices:
 def _on_ray(number: int, asked: object) -> Devices:
     """Return ranks of a Ray cluster, which is not asked yet."""
     if number < 1:
-        raise PlanError(f"devices={asked!r}: 'ray:N' means N ranks on a Ray cluster, such as 'ray:8'")
+        raise PlanError(f"devices={asked!r:.80}: 'ray:N' means N ranks on a Ray cluster, such as 'ray:8'")
     return Devices(names=(RAY,) * number, note=f"{number} rank{'s' * (number > 1)} on a Ray cluster")
 
 

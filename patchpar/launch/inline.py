@@ -92,13 +92,14 @@ class InlineContext(OwnProcessContext):
 
     def __init__(self, device: str) -> None:
         super().__init__(0, (device,), {})
-        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.messages: queue.Queue[Any] = queue.Queue()
 
     def ask(self, question: object) -> Any:
         """See RankContext. An exception of the caller's function passes through."""
         return self.callbacks.answer(question)
 
     def receive(self, timeout: float) -> Any:
+        """See RankContext. A SimpleQueue waits for ever now and then, where its timeout is over before it waits."""
         try:
             return self.messages.get(timeout=timeout)
         except queue.Empty:
@@ -126,7 +127,7 @@ class InlineExecutor(OwnProcessExecutor):
         """Return the method's result, with the callbacks and messages of this call."""
         context = self._context
         outer = context.callbacks, context.messages, context.deadline  # of a call whose functions make this one
-        context.callbacks, messages = call.callbacks, queue.SimpleQueue[Any]()
+        context.callbacks, messages = call.callbacks, queue.Queue[Any]()
         context.messages, context.deadline = messages, self._deadline + call.expected
         try:
             call.callbacks.start(lambda rank, value: messages.put(value))

@@ -2,13 +2,14 @@
 
 import json
 import pickle
+import re
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from patchpar.errors import ExchangeError, LaunchError, WorkerError, WorkerOutOfMemory
+from patchpar.errors import ExchangeError, LaunchError, PatchparError, WorkerError, WorkerOutOfMemory
 
 # Errors of communication libraries when another rank has exited, does not answer, or has closed the connection. Such
 # an exception is a consequence: its cause is on another rank.
@@ -16,6 +17,8 @@ TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStor
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 OUT_OF_MEMORY = frozenset({"MemoryError", "OutOfMemoryError"})  # the latter is torch's, for all accelerators
 ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # in torch's RuntimeError for host memory
+MIXED_DTYPES = re.compile(r"same dtype|scalar type \w+ but found|type \(.*\) should be the same")
+"""In torch's RuntimeErrors for operands of different dtypes."""
 BROKEN_DEVICE = (
     *("an illegal memory access", "an illegal instruction", "device-side assert", "unspecified launch failure"),
     *("misaligned address", "on global/shared address space", "invalid program counter", "hardware stack error"),
@@ -74,6 +77,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _is_out_of_memory(type_name: str, text: str) -> bool:
     return type_name.rpartition(".")[2] in OUT_OF_MEMORY or ALLOCATOR in text
+
+
+def is_of_mixed_dtypes(error: BaseException) -> bool:
+    """Return whether an exception is torch's for operands of different dtypes."""
+    return isinstance(error, RuntimeError) and MIXED_DTYPES.search(str(error)) is not None
 
 
 def take_down(error: BaseException) -> RemoteError:
@@ -142,13 +150,13 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 
 def _portable(error: BaseException) -> Exception | None:
-    """Return the exception itself if the caller has its class, else one of its nearest builtin base class.
+    """Return the exception itself if the caller has its class, else one of its nearest base class that it has.
 
     So `except ValueError` and `except OSError` work as with a plain diffusers pipeline. None if there is no such class,
     or if the exception cannot be pickled and restored.
     """
     try:
-        candidate = error if type(error).__module__ in ("builtins", "patchpar.errors") else _nearest_builtin(error)
+        candidate = error if type(error).__module__ in ("builtins", PatchparError.__module__) else _nearest(error)
         again = pickle.loads(pickle.dumps(candidate))
     except Exception:  # noqa: BLE001  an exception may hold anything, or have an unusual constructor
         return None
@@ -156,8 +164,10 @@ def _portable(error: BaseException) -> Exception | None:
     return again if faithful else None
 
 
-def _nearest_builtin(error: BaseException) -> Exception | None:
+def _nearest(error: BaseException) -> Exception | None:
     for kind in type(error).__mro__:
+        if kind.__module__ == PatchparError.__module__ and issubclass(kind, PatchparError):
+            return None if kind is PatchparError else kind(str(error))
         if kind.__module__ == "builtins" and issubclass(kind, Exception):
             return None if kind in TOO_GENERAL else kind(f"{type(error).__name__}: {error}")
     return None

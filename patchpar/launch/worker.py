@@ -100,7 +100,7 @@ class WorkerContext:
         self.aborted: int | None = None  # the latest request that the caller has ended
         self.pause_points = PausePoints(self.waiting)
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
-        self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
+        self.messages: queue.Queue[ChannelFrame] = queue.Queue()  # see InlineContext.receive
         self.answers: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()  # of the reader thread
         self.store_listener: socket.socket | None = None  # of the store of a default group, if this rank has opened it
         self._channel = channel

@@ -81,10 +81,10 @@ class CallController:
         return callback
 
     def go_apart(self) -> None:
-        """Prepare for a thread of its own: no progress bar, and the noise is of a seed that is sampled now."""
+        """Prepare for a thread of its own: no progress bar, and torch's default generators begin with a seed."""
         self._on_step = lambda step, steps: None
         self.journal = self.journal or CallJournal()
-        self._random = self._random or RandomState(seed=sampled_seed())
+        self._random = self._random or RandomState(seed=sampled_seed(self.kwargs))
 
     def alone(self, kind: type[C], kwargs: Mapping[str, Any]) -> C:
         """Return a call with other arguments, otherwise like this one, without a callback and previews."""

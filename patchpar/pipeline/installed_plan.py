@@ -153,6 +153,8 @@ class InstalledPlan:
             if in_patches is not None:
                 hook.divide(StagedPatches(in_patches, hook.stages, (self.comm, self.mesh.of_one_branch())))
             self.patched.append(hook.divided or hook.stages)
+        if hook.stages is not None:
+            hook.stages.beside = tuple(self.pipe.components.values())
 
     def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
         """Prepare axis `cfg`: once for all networks, since several may take part in one step."""

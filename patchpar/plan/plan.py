@@ -21,7 +21,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.names_elsewhere import advice
-from patchpar.plan.scalars import is_whole, make_plain, plain
+from patchpar.plan.scalars import is_whole, make_plain, plain, whole_in
 
 AXIS_MEANINGS = {
     "data": "a part of the prompts",
@@ -37,8 +37,6 @@ ENCODERS = ("auto", "all", "one")
 MOST_DEGREE = 100_000
 """More than any machine has; lists of what divides a degree, and the like, stay short."""
 MOST_PART = 1000
-MOST_DIGITS = 10
-"""Of a number in a text: Python reads no number of thousands of digits."""
 MEASURED = "measured"
 """The ratio that a pipeline finds by a short run of its first call."""
 AUTO = "auto"
@@ -286,9 +284,10 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 def _value(name: str, value: str) -> int | str | tuple[int, ...]:
     if name == "ratio" and value != MEASURED:
-        if not all(part.isdecimal() and len(part) < MOST_DIGITS for part in value.split(":")):
+        parts = tuple(part for each in value.split(":") if (part := whole_in(each)) is not None)
+        if len(parts) <= value.count(":"):
             raise PlanError(f"ratio={value:.80}: numbers with colons between, as in patch=2,ratio=3:1, or measured")
-        return tuple(map(int, value.split(":")))
+        return parts
     return _number(name, value) if name in NUMBERS else value
 
 
@@ -297,4 +296,4 @@ def _number(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         what = "the degree of an axis" if name in AXIS_MEANINGS else "the number of resident blocks"
-        raise PlanError(f"{name}={value}: {what} is a whole number, as in {name}=2") from None
+        raise PlanError(f"{name}={value:.80}: {what} is a whole number, as in {name}=2") from None

@@ -7,6 +7,9 @@ import math
 from dataclasses import fields
 from typing import Any, TypeGuard
 
+MOST_DIGITS = 10
+"""Of a number in a text: Python reads no number of thousands of digits."""
+
 
 def is_whole(value: object, least: float = 1, most: float = math.inf) -> TypeGuard[int]:
     """Return whether `value` is a whole number from `least` to `most`, and no bool."""
@@ -16,6 +19,11 @@ def is_whole(value: object, least: float = 1, most: float = math.inf) -> TypeGua
 def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[float]:
     """Return whether `value` is a number from `least` to `most`, and neither bool nor NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+
+
+def whole_in(text: str) -> int | None:
+    """Return the number in a text of digits 0 to 9, at most MOST_DIGITS; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 def plain(value: Any) -> Any:

@@ -76,13 +76,18 @@ class VerificationCache:
     def remember(self, key: str, facts: Mapping[str, Any], **found: Any) -> None:
         """Store a result. If the folder cannot be written, the next process verifies again."""
         with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.folder / f"{key}.json"
-            draft = file.with_suffix(
-                f".{os.getpid()}-{threading.get_native_id()}"
-            )  # ranks may write the same result at once
+            self.store(key, facts, **found)
+
+    def store(self, key: str, facts: Mapping[str, Any], **found: Any) -> None:
+        """Store a result. Raises OSError if the folder cannot be written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"{key}.json"
+        draft = file.with_suffix(f".{os.getpid()}-{threading.get_native_id()}")  # ranks may write it at once
+        try:
             draft.write_text(json.dumps({**facts, **found}, indent=1, default=str))
             draft.replace(file)
+        finally:
+            draft.unlink(missing_ok=True)  # as on a full disk
 
 
 @cache

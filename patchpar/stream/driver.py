@@ -294,5 +294,5 @@ class StreamDriver(RankDriver):
             return self._current
         self._say_again(state.next_out, tuple(state.updates.values()))
         self._settled = None if run.settles is None else state.next_out + run.settles
-        self._current = replace(run, continues=False, adapt_sink=run.adapt_sink and not state.has_sink)
+        self._current = replace(run, adapt_sink=run.adapt_sink and not state.has_sink)
         return self._current

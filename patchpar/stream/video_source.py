@@ -67,8 +67,9 @@ class VideoSource:
 
     def _read(self, arrived: Callable[[], object]) -> None:
         most = 2 * self._frames_of(1)  # the first block is no larger than the others
+        frames, self._frames = self._frames, iter(())  # a file is closed when this ends
         try:
-            for frame in self._frames:
+            for frame in frames:
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._waiting) < most or self._is_over)
                     if self._is_over:

@@ -111,6 +111,17 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str | None, message: st
         read_parameters(png(tmp_path / "a.png", text))
 
 
+def test_a_line_of_a_prompt_that_looks_like_a_negative_prompt() -> None:
+    """The web UI writes and reads the first such line as the negative prompt; here any prompt comes back as it was."""
+    theirs = "a cat\nNegative prompt: fog\nNegative prompt: rain\nSteps: 20, Sampler: Euler, Seed: 1"
+    found = as_a1111_reads(theirs)
+    request = request_of(theirs)
+    assert (request.prompt, request.negative) == (found["Prompt"], found["Negative prompt"])
+    for prompt, negative in (("a\nNegative prompt: b", "c"), ("a", "b\nNegative prompt: c")):
+        own = request_of(text_of(GenerateRequest(prompt=prompt, negative=negative), FACTS))
+        assert (own.prompt, own.negative.split()) == (prompt, negative.split())
+
+
 def test_loras_in_a_prompt_of_the_web_ui_are_named_and_no_words(tmp_path: Path) -> None:
     text = "a cat <lora:ink-v2:0.8>, ink\nNegative prompt: fog\nSteps: 20, Seed: 1"
     path = png(tmp_path / "a.png", f"<lora:wide>{text}, Version: v1.10.1")

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urljoin
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from playwright.sync_api import Page, expect
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
-from app.feeds import LiveFeed, VideoFeed
+from app.feeds import ImageFeed, LiveFeed, MediaFeed, VideoFeed
 from app.image_stream import MAX_SECONDS, StreamControls
 from app.job_queue import Job, JobQueue
 from app.saved_video import SavedVideo
@@ -99,7 +100,7 @@ def test_audio_of_the_page_comes_to_the_stream_which_goes_on_without_it(
     talking = Talking(queue, tmp_path / "kept.mp4")
     state.feeds.add(talking.page)
     until(lambda: talking.page.status.startswith("no audio from the microphone of the page yet"), "that it is idle")
-    with client.websocket_connect(f"{talking.page.address}/video", headers=HERE) as socket:
+    with client.websocket_connect(f"/{talking.page.address}/video", headers=HERE) as socket:
         socket.send_json({"type": "audio_begin", "rate": 7000, "channels": 3})
         socket.send_bytes(np.full((140, 3), 8192, "<i2").tobytes())
         until(lambda: talking.face.heard, "the audio")
@@ -107,7 +108,7 @@ def test_audio_of_the_page_comes_to_the_stream_which_goes_on_without_it(
     samples, rate = talking.face.heard[0]
     assert (samples.shape, rate, float(samples.min())) == ((3, 140), 7000, 0.25)
     until(lambda: "no audio from the microphone of the page any more" in talking.page.status, "that it has stopped")
-    assert client.get(f"{talking.page.address}/status").json() == {"status": talking.page.status}
+    assert client.get(f"/{talking.page.address}/status").json() == {"status": talking.page.status}
     frames = talking.page.held
     talking.controls.is_stopped = True
     view = over(talking.job)
@@ -118,19 +119,30 @@ def test_audio_of_the_page_comes_to_the_stream_which_goes_on_without_it(
     assert (delivery.pace, delivery.output, delivery.keep_alive) == ("realtime", "skip_to_live", True)
 
 
+@pytest.mark.parametrize("kind", [ImageFeed, VideoFeed, LiveFeed])
+@pytest.mark.parametrize("folder", ["/", "/app/", "/behind/a/proxy/"])
+def test_a_stream_is_found_wherever_the_page_is(kind: type[MediaFeed], folder: str) -> None:
+    """A proxy may serve the page under a path of its own, which the server does not know."""
+    feed = kind()
+    source = re.search(r'src="([^"]+)"', live(feed))
+    assert source is not None
+    path = urljoin(f"http://name{folder}", source[1])
+    assert path.rstrip("/") == f"http://name{folder}live/{feed.name}"
+
+
 def test_only_a_live_stream_has_a_page_and_only_for_its_own_site(client: TestClient, state: AppState) -> None:
     feed, other = LiveFeed(), VideoFeed()
     state.feeds.add(feed)
     state.feeds.add(other)
     assert f'<iframe src="{feed.address}/"' in live(feed)
     assert "<video" in live(other)
-    assert 'data-inputs="microphone"' in client.get(f"{feed.address}/").text
+    assert 'data-inputs="microphone"' in client.get(f"/{feed.address}/").text
     for name in (other.name, "another"):
         assert client.get(f"/live/{name}/").status_code == 404
         with pytest.raises(WebSocketDenialResponse), client.websocket_connect(f"/live/{name}/video", headers=HERE):
             pass
     foreign = HERE | {"origin": "http://evil.example"}
-    with pytest.raises(WebSocketDisconnect), client.websocket_connect(f"{feed.address}/video", headers=foreign):
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect(f"/{feed.address}/video", headers=foreign):
         pass
     feed.close()
     assert list(feed.microphone.audio()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -56,7 +57,8 @@ def test_the_page_is_there_and_nothing_is_fetched_from_elsewhere(client: TestCli
 def test_a_foreign_name_for_this_machine_is_refused(client: TestClient) -> None:
     """A page elsewhere that points its own name here (DNS rebinding) gets nothing."""
     assert client.get("/", headers={"host": "evil.example"}).status_code == 400
-    assert client.get("/", headers={"host": "localhost:7860"}).status_code == 200
+    for own in ("localhost:7860", "[::1]:7860"):
+        assert client.get("/", headers={"host": own}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/gradio_api/file=/etc/passwd", "/gradio_api/file=../../etc/passwd", "/live/../x"])
@@ -70,7 +72,7 @@ def test_a_stream_is_found_by_its_name_only(client: TestClient, state: AppState)
     feed = state.feeds.add(VideoFeed())
     feed.put(Mp4Header(mime="video/mp4", data=b"vi"), [Mp4Fragment(data=b"deo", is_key=True)])
     feed.close()
-    response = client.get(feed.address)
+    response = client.get(f"/{feed.address}")
     assert (response.content, response.headers["content-type"]) == (b"video", "video/mp4")
     assert client.get("/live/another").status_code == 404
 
@@ -187,6 +189,17 @@ def test_an_address_that_is_none_of_this_machine(host: str) -> None:
     """Of which no other port helps."""
     with pytest.raises(PlanError, match=f"{host}:0 cannot be used: .*; choose an address of this machine with --host"):
         WebServer(host, 0, "--port")
+
+
+def test_an_address_of_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel refuses the socket already, before there is one to bind."""
+
+    def refused(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", refused)
+    with pytest.raises(PlanError, match=r"::1:0 cannot be used: Address family .*; choose an address of this machine"):
+        WebServer("::1", 0, "--port")
 
 
 def test_without_a_gpu_there_are_two_cpu_workers() -> None:

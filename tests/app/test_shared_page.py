@@ -34,7 +34,7 @@ OWNER = "a" * 32
 @pytest.fixture
 def served() -> Iterator[tuple[ImageService, Any, SharedPage]]:
     fake: Any = FakeGenerator()
-    service = ImageService(fake, ServerSettings(keys=ApiKeys.of(KEY), page_paths=("/app", "/live/")))
+    service = ImageService(fake, ServerSettings(keys=ApiKeys.of(KEY), page_paths=("/app",)))
     page = SharedPage(SETUP, Address(users=(("me", "secret"),)), service.append_page_job, lambda: fake.pipe)
     yield service, fake, page
     fake.gate.set()
@@ -79,7 +79,7 @@ def test_the_page_is_served_beside_the_routes(served: Any) -> None:
     foreign = client.post("/app/gradio_api/queue/join", json={}, headers={"Origin": "http://evil.example"})
     assert foreign.status_code == 403
     feed = page.state.feeds.add(LiveFeed())  # browsers send no keys; the name of a stream is its secret
-    with client.websocket_connect(f"ws://127.0.0.1{feed.address}/video") as socket:
+    with client.websocket_connect(f"ws://127.0.0.1/app/{feed.address}/video") as socket:
         socket.send_json({"type": "audio_begin", "rate": 500})
         assert "500 samples per second" in socket.receive_json()["message"]
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("ws://127.0.0.1/v1/streams/a"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,25 @@ def test_a_bar_is_left_of_a_run_that_has_begun_only(capsys: pytest.CaptureFixtur
         refused_after(steps)
     found = capsys.readouterr().err
     assert ("generating" in found and "1/4" in found, found == "") == (steps > 0, steps == 0)
+
+
+class FullLog(io.StringIO):
+    """A file on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_bar_that_cannot_be_written_fails_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where stderr is a log on a full disk: the image is there. Control: an error of the run itself is raised."""
+    monkeypatch.setattr(sys, "stderr", FullLog())
+    done = []
+    with progress("generating") as step:
+        step(4, 4)
+        done.append("image")
+    assert done == ["image"]
+    with pytest.raises(PlanError, match="no such plan"):
+        refused_after(4)
 
 
 @pytest.mark.parametrize(

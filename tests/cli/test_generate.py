@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diffusers import DDIMScheduler
 from PIL import Image
 
 from patchpar import Plan
@@ -105,6 +106,8 @@ def test_a_plan_is_parsed(fake: Any, run: Any, tmp_path: Path) -> None:
         ("rows=2", "unknown axis 'rows' in plan 'rows=2': use data, cfg, stage, patch, tensor"),
         ("patch=two", "patch=two: the degree of an axis is a whole number"),
         ("patch=0", "the degree of an axis is a whole number of at least 1"),
+        ("", "--plan is empty, as a variable of the shell that is not set: leave it out, or use axes"),
+        (" , ", "--plan is empty"),
     ],
 )
 def test_a_plan_that_makes_no_sense(fake: Any, run: Any, tmp_path: Path, plan: str, text: str) -> None:
@@ -205,6 +208,23 @@ def test_errors_are_for_the_person(
     assert not list(tmp_path.iterdir())
     assert fake.opened[0].closed
     assert "Traceback" in run("generate", "a fox", "--debug", "-o", tmp_path / "x.png").stderr
+
+
+@pytest.mark.parametrize("verb", ["generate", "compare"])
+def test_steps_that_the_scheduler_refuses(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """In one sentence, as of any flag; an error that the scheduler does not raise stays what it is."""
+    monkeypatch.setattr(fake, "scheduler", DDIMScheduler(), raising=False)
+    with pytest.raises(ValueError, match="99999 cannot be larger") as refused:
+        DDIMScheduler().set_timesteps(99999)
+    monkeypatch.setattr(fake, "error", ValueError(f"{refused.value}\n\nTraceback of a rank"))
+    result = run(verb, "a fox", "--steps", 99999, "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert "error: --steps 99999: DDIMScheduler, the scheduler of this model, refuses it" in result.stderr
+    assert "1000 timesteps): use another number, or another --scheduler\n" in result.stderr
+    monkeypatch.setattr(fake, "error", ValueError("boom"))
+    assert "error: ValueError: boom" in run(verb, "a fox", "--steps", 99999, "-o", tmp_path / "x.png").stderr
 
 
 @pytest.mark.parametrize(

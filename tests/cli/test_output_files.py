@@ -174,6 +174,26 @@ def test_too_little_memory_in_this_process_is_said_with_a_way_out(
     assert ("weights=hosted" in text) is has_way_out
 
 
+@pytest.mark.parametrize(
+    ("text", "has_way_out"),
+    [
+        ("mat1 and mat2 must have the same dtype, but got Half and Float", True),
+        ("Input type (torch.FloatTensor) and weight type (torch.HalfTensor) should be the same", True),
+        ("expected scalar type Half but found Float", True),
+        ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ],
+)
+def test_parts_in_different_dtypes_are_said_with_a_way_out(
+    text: str, has_way_out: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --dtype transformers loads encoders as they are stored, and diffusers all other networks in float32."""
+    with pytest.raises(typer.Exit), friendly_errors(debug=False):
+        raise RuntimeError(text)
+    found = capsys.readouterr().err
+    assert text in found
+    assert ("--dtype" in found) is has_way_out
+
+
 @pytest.mark.breadth
 def test_output_into_head() -> None:
     """Daily above, without a process."""

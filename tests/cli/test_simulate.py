@@ -43,6 +43,7 @@ def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
     [
         (("embedded", "--machine", "2xH10O"), "the nearest is H100"),
         (("embedded", "--machine", "2xH100", "--plan", "patch=4"), "takes 4 devices, but there are 2"),
+        (("embedded", "--machine", "2xH100", "--plan", ""), "--plan is empty"),
         (
             ("embedded", "--machine", "2xH100", "--plan", "patch=2,strategy=structure"),
             "structure gives each rank other",

@@ -128,9 +128,10 @@ def test_under_torchrun_other_ranks_have_none() -> None:
     assert frames_of(SimpleNamespace(frames=None)) is None
 
 
-def test_odd_sides_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="7 x 8, but video codecs need even sides: save PNGs with --frames"):
-        save_video(np.zeros((2, 7, 8, 3), np.uint8), tmp_path / "a.mp4", 8)
+@pytest.mark.parametrize(("height", "width"), [(7, 8), (8, 7)])
+def test_odd_sides_are_refused_and_nothing_is_left(height: int, width: int, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"{height} x {width}, but video codecs need even sides: save PNGs with --fr"):
+        save_video(np.zeros((2, height, width, 3), np.uint8), tmp_path / "a.mp4", 8)
     assert list(tmp_path.iterdir()) == []
 
 

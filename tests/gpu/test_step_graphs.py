@@ -31,7 +31,7 @@ from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
-from tests.gpu.op_tape import TapeRecorder
+from tests.gpu.op_tape import OpTape, TapeRecorder
 from tests.gpu.steps import Case, Found, model, predicted, predicted_without_graphs
 from tests.unit.threads import on_threads
 from tests.weights.quantised import Int8Weight
@@ -155,6 +155,21 @@ def test_where_a_capture_is_refused_in_the_middle_the_step_runs_as_if_nothing_ha
     assert {each.replays for each in found} == {0}
     assert "reads a value" in found[0].refused
     assert "its steps run without graphs" in caplog.text
+
+
+def test_graphs_leave_memory_to_what_comes_after_the_denoiser(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture takes the memory of a step for good, and an image that fits without would not be decoded."""
+    case = Case(model="flux", strategy="exact")
+    wanted = predicted_without_graphs(case)
+    for fraction, required, is_refused in ((0.11, False, True), (0.09, False, False), (0.11, True, False)):
+        monkeypatch.setattr(OpTape, "fraction", fraction)
+        found = predicted(case, taped, required=required)
+        assert are_equal(found, wanted)
+        assert {each.replays for each in found} == {0 if is_refused else expected_replays(case)}
+        assert ("graphs of it take 11% of the device's memory, and may take 10%" in caplog.text) == is_refused
+        caplog.clear()
 
 
 # --- what is refused before a capture -------------------------------------------------------------------------------

@@ -79,6 +79,18 @@ def test_frames_that_are_not_encoded_are_for_all_prompts() -> None:
         assert own["conditioning_frames"] is call["conditioning_frames"]
 
 
+def test_a_generator_of_prompts_on_different_ranks_is_refused() -> None:
+    """Of the second prompt, it gives what comes after the noise of the first one."""
+    one, other, third = generators(3)
+    for shared in ([one, other, one], [one, one, other], [one, one, one]):
+        with pytest.raises(PlanError, match="generator 1 of 3 is the same one as that of another prompt"):
+            split_call({"prompt": PROMPTS, "generator": shared}, 1, 3)
+    together = {"prompt": PROMPTS, "generator": [one, one, other]}
+    assert split_call(together, 0, 2)["generator"] == [one, one]  # on the same rank
+    each_twice = {"prompt": PROMPTS, "generator": [one, one, other, other, third, third], "num_images_per_prompt": 2}
+    assert split_call(each_twice, 2, 3)["generator"] == [third, third]
+
+
 def test_noise_of_one_generator_for_a_part_of_the_images_is_refused() -> None:
     generator = generators(1)[0]
     rows = NoiseRows(pipeline="SomePipeline", own=2, total=4, images=1, rows=lambda count: slice(0, count // 2))

@@ -20,6 +20,7 @@ from patchpar.launch.accelerators import (
     random_width,
     select_device,
     set_random_state,
+    untaken_fraction,
     used_device,
 )
 from tests.launch.fake_gpus import FakeGpus, pretend
@@ -107,6 +108,14 @@ def test_a_card_on_two_hosts_of_nccl_is_two(monkeypatch):
     assert len(found) == 2
     assert {kind_of_card(card) for card in found} == {"cuda"}
     assert card_id("cpu") == ""
+
+
+def test_the_part_of_the_memory_that_nobody_has_taken(monkeypatch):
+    gpus = pretend(monkeypatch, FakeGpus(["A", "B"]))
+    assert untaken_fraction(torch.device("cuda:1")) == 0, "not known"
+    monkeypatch.setattr(gpus, "mem_get_info", lambda device: (24, 96), raising=False)
+    assert untaken_fraction(torch.device("cuda:1")) == 0.25
+    assert untaken_fraction(CPU) == 0
 
 
 def test_the_current_device(monkeypatch):

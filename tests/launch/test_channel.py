@@ -216,6 +216,14 @@ def test_a_worker_passes_over_what_was_for_an_earlier_call() -> None:
             context.ask("what")
 
 
+def test_a_worker_s_look_at_messages_ends() -> None:
+    """With Python 3.10 a SimpleQueue waited for ever once in some thousand first looks without a time to wait."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for _ in range(10_000):
+            assert worker_on(theirs)._context.receive(0.0) is None
+
+
 @pytest.mark.parametrize("kind", [FrameKind.PING, FrameKind.HOLD])
 def test_a_worker_reads_on_while_its_caller_does_not(kind: FrameKind, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller may be about to send more than the buffers hold: each would wait for the other to read."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,6 +17,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch import default_group, torchrun_connection
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
 from patchpar.launch.handshake import GroupStore
+from patchpar.launch.nccl_failures import FAILURES_ARE_RAISED
 from patchpar.launch.time_limit import longest_wait
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import ranks_of_torchrun
@@ -64,8 +66,10 @@ def test_the_file_of_a_store_is_closed_once():
     store.close()
 
 
-def test_rank_0_opens_the_store_at_a_port_that_it_has_kept():
-    """A port that is only looked up may be another process's by then."""
+@pytest.mark.parametrize("older", [False, True])
+def test_rank_0_opens_the_store_at_a_port_that_it_has_kept(older, monkeypatch):
+    """A port that is only looked up may be another process's by then. `older`: the store of torch 2.6 and 2.7."""
+    monkeypatch.setattr(default_group, "TAKES_LISTENER", "99" if older else default_group.TAKES_LISTENER)
     listener = socket.create_server(("127.0.0.1", 0))
     where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
     first, second = (replace(OWN, rank=rank, device="cpu", deadline=20.0) for rank in (0, 1))
@@ -175,6 +179,31 @@ def test_a_gpu_that_cannot_be_reached_fails_at_the_start(monkeypatch):
         LaunchError, match=r"rank 0 \(cuda:0\) cannot connect .* nccl: .*no interface.*NCCL_SOCKET_IFNAME"
     ):
         form_group("nccl", dist.HashStore(), replace(OWN, world_size=1))
+
+
+def test_ranks_that_nccl_does_not_connect_fail_within_the_deadline(monkeypatch):
+    """Its call returns when all have connected: one may end between the store and that, or be out of reach."""
+    blocked = threading.Event()
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: blocked.wait(60))
+    with ThreadPoolExecutor(1) as thread:
+        formed = thread.submit(form_group, "nccl", dist.HashStore(), replace(OWN, world_size=1, deadline=0.3))
+        try:
+            with pytest.raises(
+                LaunchError, match=r"rank 0 \(cuda:0\) cannot connect .* not over within 0\.3 s.*IFNAME"
+            ):
+                formed.result(timeout=20)
+        finally:
+            blocked.set()
+
+
+def test_torch_does_not_end_the_process_where_nccl_fails(monkeypatch):
+    """The thread of the default group would, eight minutes after a failure in any group of any rank."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    before, found = dict(os.environ), {}
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.update(os.environ))
+    form_group("nccl", dist.HashStore(), replace(OWN, world_size=1))
+    assert FAILURES_ARE_RAISED.items() <= found.items()
+    assert dict(os.environ) == before, "groups of the script keep its settings"
 
 
 def test_a_store_that_cannot_be_reached_is_said(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 
 from patchpar.errors import LaunchError
 from patchpar.launch.executor import Executor
-from patchpar.launch.inline import InlineExecutor
+from patchpar.launch.inline import InlineContext, InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor
 from tests.launch.conftest import PLAIN, TOY
@@ -31,6 +31,12 @@ def test_exceptions_come_unchanged(inline):
         inline.call("fail", "Strange", "as it was")
     assert caught.value.__cause__ is None
     assert inline.call("rank") == [0]
+
+
+def test_a_look_at_messages_ends_though_its_time_is_over_at_once():
+    """A SimpleQueue waited for ever once in some thousand first looks, which stopped streams."""
+    for _ in range(30_000):
+        assert InlineContext("cpu").receive(1e-9) is None
 
 
 def test_events_and_questions(inline):

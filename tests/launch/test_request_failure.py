@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung, WorkerOutOfMemory
+from patchpar.errors import (
+    ExchangeError,
+    PatchparError,
+    UnsupportedModel,
+    WorkerDied,
+    WorkerError,
+    WorkerHung,
+    WorkerOutOfMemory,
+)
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.remote_errors import say_changes_left, take_down
 from patchpar.launch.request_failure import error_of, is_in_step, lost_ranks
@@ -193,6 +201,8 @@ def test_a_consequence_is_recognised_behind_other_exceptions():
         (type("Special", (OSError,), {})("gone"), OSError, "Special: gone"),
         (type("Special", (RuntimeError,), {})("gone"), None, None),
         (type("Special", (Exception,), {})("gone"), None, None),
+        (type("Narrower", (UnsupportedModel,), {})("use stage=1"), UnsupportedModel, "use stage=1"),
+        (type("Own", (PatchparError,), {})("gone"), None, None),
         (SystemExit(3), None, None),
         (ValueError(lambda: 0), None, None),
     ],

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from patchpar.stream.web import feed as feed_module
-from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
+from patchpar.stream.web.feed import BOUNDARY, ImageFeed, MediaFeed, VideoFeed
 from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 
 HEAD = Mp4Header(mime="video/mp4", data=b"head ")
@@ -70,6 +70,52 @@ def test_what_comes_just_before_the_end_is_sent() -> None:
             return found
 
     assert read(Ending().parts()) == [b"head ", b"0.0 ", b"0.1 ", b"0.2 "]
+
+
+def test_an_image_that_comes_just_before_the_end_is_sent() -> None:
+    """While it is asked whether there will be more."""
+
+    class Ending(ImageFeed):
+        is_asked = False
+
+        @property
+        def is_over(self) -> bool:  # type: ignore[override]
+            if self.is_asked:
+                self.put(image(50))
+            return self.is_asked
+
+        @is_over.setter
+        def is_over(self, value: bool) -> None:
+            pass
+
+    feed = Ending()
+    feed.is_asked = True
+    _, *parts, _ = read(feed.parts())
+    assert [shade(part) for part in parts] == [1]
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_image_is_not_sent_again_at_once() -> None:
+    """But after AGAIN_SECONDS, for which a network has nothing to carry."""
+    feed = ImageFeed()
+    feed.put(image(50))
+
+    async def first_and_next() -> None:
+        parts = feed.parts()
+        assert [await anext(parts) for _ in range(2)]
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(parts), 10 * feed_module.LOOK_SECONDS)
+
+    asyncio.run(first_and_next())
+
+
+def test_each_image_says_its_length() -> None:
+    feed = ImageFeed()
+    feed.put(image(50).convert("RGBA"))
+    feed.close()
+    _, part, _ = read(feed.parts())
+    head, _, rest = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
+    assert head == b"Content-Type: image/jpeg\r\nContent-Length: %d" % (len(rest) - len(f"\r\n--{BOUNDARY}"))
 
 
 def test_a_new_browser_begins_with_the_newest_key_frame() -> None:

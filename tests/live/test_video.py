@@ -64,9 +64,10 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
     assert len(heard) / 48000 == pytest.approx(1.4, abs=0.05), "silence once, and not before each later block"
 
 
-def test_odd_sides_are_refused() -> None:
-    with pytest.raises(PlanError, match="7 x 8: video needs an even height and width"):
-        VideoFormat(fps=20, height=7, width=8)
+@pytest.mark.parametrize(("height", "width"), [(7, 8), (8, 7)])
+def test_odd_sides_are_refused(height: int, width: int) -> None:
+    with pytest.raises(PlanError, match=f"{height} x {width}: video needs an even height and width"):
+        VideoFormat(fps=20, height=height, width=width)
 
 
 def test_a_live_video_begins_anew_with_a_block_and_not_too_often() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose
@@ -166,6 +167,14 @@ def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: Pipeline
     kept = choose(replace(unet, one_batch_reason="its scheduler draws for all"), 4, call)
     assert str(kept.plan) == "cfg=2,patch=2,strategy=exact"
     assert "4 prompts stay in one batch: its scheduler draws for all" in kept.reason
+
+
+def test_a_generator_of_several_prompts_keeps_them_together(unet: PipelineInfo) -> None:
+    one, other = torch.Generator(), torch.Generator()
+    assert choose(unet, 2, {**GUIDED, "prompt": ["a"] * 2, "generator": [one, other]}).plan == Plan(data=2)
+    kept = choose(unet, 2, {**GUIDED, "prompt": ["a"] * 2, "generator": [one, one]})
+    assert str(kept.plan) == "cfg=2"
+    assert "2 prompts stay in one batch: generator 1 of 2 is the same one as that of another prompt" in kept.reason
 
 
 def test_sizes_that_prompts_get_in_turn_keep_them_together(unet: PipelineInfo) -> None:

@@ -41,6 +41,10 @@ def no_work(parallel: ParallelPipeline, monkeypatch: pytest.MonkeyPatch) -> Para
     return parallel
 
 
+LONG = "9" * 5000
+"""More digits than Python reads."""
+
+
 def says(*words: str) -> str:
     """A pattern for a message that holds all words, in any order."""
     return "".join(f"(?=.*{word})" for word in words)
@@ -73,6 +77,10 @@ def says(*words: str) -> str:
         ({"devices": 2.5}, ["2.5", "float"]),
         ({"devices": ["cuda:97"]}, ["cuda:97", "does not exist"]),
         ({"devices": "cpu:100000"}, ["100000", "between 1 and"]),
+        ({"devices": LONG}, ["9{70}\\S* is not a device"]),
+        ({"devices": f"cpu:{LONG}"}, ["'cpu:9{70}\\S*: 'cpu:N' means"]),
+        ({"devices": f"ray:{LONG}"}, ["'ray:9{70}\\S*: 'ray:N' means"]),
+        ({"devices": f"cuda:{LONG}"}, ["9{70}\\S* is not a device"]),
         ({"deadline": 0}, ["deadline=0", "seconds above 0"]),
         ({"start_timeout": "soon"}, ["start_timeout='soon'", "seconds"]),
         ({"start_method": "fork"}, ["start_method='fork'", "'forkserver' or 'spawn'"]),
@@ -85,11 +93,12 @@ def says(*words: str) -> str:
         ({"device_map": "balanced"}, ["device_map='balanced'", "weights=sharded", "plan="]),
         ({"use_safetensors": False}, ["use_safetensors=False", "pickles"]),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: f"{value!s:.100}" if isinstance(value, dict) else "",
 )
 def test_plans_devices_and_options(sdxl_folder: Path, options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(PlanError, match=says(*words)) as caught:
         ParallelPipeline.from_pretrained(sdxl_folder, **options)
+    assert len(str(caught.value)) < 2000
     assert isinstance(caught.value, ValueError)
 
 

@@ -266,6 +266,39 @@ def test_the_verb_says_that_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch,
     assert "patchpar tune --devices cpu:3" in refused.stderr
 
 
+def test_figures_that_cannot_be_kept_are_refused_before_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`plan --machine local` would ask for the measurement again. Control: with a folder in its place it is made."""
+    (tmp_path / "machines").write_text("in the way")
+    monkeypatch.setattr(KeptMachines, "in_home", lambda: KeptMachines(VerificationCache(tmp_path / "machines")))
+    monkeypatch.setattr(tune_module, "LocalExecutor", lambda *_, **__: pytest.fail("workers were started"))
+    answer = CliRunner().invoke(app, ["tune", "--devices", "cpu:2"])
+    assert answer.exit_code == 2, answer.output
+    assert f"cannot keep figures in {tmp_path / 'machines'}: " in answer.stderr
+    assert "home folder" in answer.stderr
+    (tmp_path / "machines").unlink()
+    monkeypatch.setattr(tune_module, "LocalExecutor", FakeExecutor)
+    answer = CliRunner().invoke(app, ["tune", "--devices", "cpu:2"])
+    assert answer.exit_code == 0, answer.output
+
+
+def test_figures_for_which_the_disk_has_no_room_are_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A correction of figures after calls is none: the old ones stay."""
+    kept = KeptMachines(VerificationCache(tmp_path))
+    kept.keep(DEVICES, MACHINE)
+
+    def full(path: Path, text: str) -> int:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(tune_module, "LocalExecutor", FakeExecutor)
+    with pytest.raises(PlanError, match=f"cannot keep figures in {tmp_path}: No space left on device"):
+        tune(DEVICES, "float32", kept)
+    kept.scale(DEVICES, 2.0)
+    assert kept.of(DEVICES) == MACHINE
+
+
 def test_the_operators_of_a_real_call_are_those_of_the_network() -> None:
     """A larger image has as many, with more FLOPs."""
     model = RandomDenoiser(embedded_model("embedded-dit"), torch.device("cpu"), torch.float32)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from patchpar import ParallelPipeline, PlanError, WorkerDied
+from patchpar.cli.flag_values import batch_of
 from patchpar.errors import WorkerOutOfMemory
 from patchpar.plan.plan import Plan
 from patchpar.serving import generation
@@ -144,6 +145,14 @@ def test_an_idle_server_waits_for_more(batches: Any) -> None:
 def test_waits_that_are_refused(batch: int, wait: float, message: str) -> None:
     with pytest.raises(PlanError, match=f"--batch-wait-ms .*{message}"):
         ServedModel(model="a", devices=("cpu",), batch=batch, batch_wait=wait)
+
+
+@pytest.mark.parametrize("text", ["many", "", "-1", "²", "9" * 5000], ids=lambda text: text[:4])
+def test_batches_that_are_refused(text: str) -> None:
+    """Python itself reads no number of thousands of digits."""
+    with pytest.raises(PlanError, match=f"--batch {text[:80]}: use auto, or the number of requests"):
+        batch_of(text)
+    assert (batch_of("auto"), batch_of("4")) == (8, 4)
 
 
 def test_a_batch_teaches_nothing_of_one_image(batches: Any, monkeypatch: pytest.MonkeyPatch) -> None:

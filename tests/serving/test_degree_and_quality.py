@@ -119,6 +119,7 @@ def test_bad_flags() -> None:
         ("low", "low=8,high=30"),
         ("low=x", "low=8,high=30"),
         ("low=151", "--max-steps"),
+        (f"low={'9' * 5000}", "low=8,high=30"),
         ("low=8,low=9", "low twice: once is enough"),
     ):
         with pytest.raises(PlanError, match=reason):

@@ -52,6 +52,21 @@ def test_a_result_is_that_of_a_request_that_waits(client: Any) -> None:
     assert listed["result"] is None, "a list has no images"
 
 
+@pytest.mark.parametrize(("value", "status"), [("1", 202), ("True", 202), ("0", 200), ("false", 200), ("", 200)])
+def test_a_job_is_asked_for_by_a_truth_value(client: Any, value: str, status: int) -> None:
+    assert client.post(f"{PATH}?async={value}", json=BODY).status_code == status
+
+
+@pytest.mark.parametrize("value", ["yes", "on", "tru", "2"])
+def test_any_other_value_is_refused(client: Any, value: str) -> None:
+    """Who writes it would wait for the images instead of getting a job."""
+    response = client.post(f"{PATH}?async={value}", json=BODY)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_value", "async")
+    assert error["message"] == f"async={value!r}: true returns a job at once, false (the default) waits for the images"
+
+
 def test_states_and_events(client: Any, closed_gate: FakeGenerator, service: ImageService) -> None:
     first, second = (client.post(LATER, json=BODY).json()["id"] for _ in range(2))
     assert closed_gate.started.wait(20)

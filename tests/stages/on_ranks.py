@@ -121,9 +121,9 @@ def two_forms(this: PoolRank) -> list[bool]:
 
 
 @torch.no_grad()
-def other_lengths(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
+def other_lengths(this: PoolRank, name: str, folder: str, deep: bool) -> dict[str, Any]:
     """Calls whose arguments have the same shapes, and a mask that says how long each text is, which blocks see."""
-    network, calls = of_lengths(name)
+    network, calls = of_lengths(name, deep=deep)
     wanted = [network(**each) for each in calls]
     stages = staged(this, network, folder)
     order = (0, 1, 0, 1, 2, 0, 1, 2)
@@ -138,10 +138,11 @@ def other_lengths(this: PoolRank, name: str, folder: str) -> dict[str, Any]:
     return {"equal": found, "equal without exchange": wrong, "held": kept / held(network), "error": stages.error}
 
 
-def of_lengths(name: str) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """A network of many blocks, and arguments of the same shapes with texts of three lengths."""
+def of_lengths(name: str, *, deep: bool = True) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """A network, `deep` one of many blocks, and arguments of the same shapes with texts of three lengths."""
     entry = TRANSFORMERS[name]
-    network, call = replace(entry, config=entry.config | DEEP[name]).build(), partial(entry.call, 0)
+    more = DEEP[name] if deep else {}
+    network, call = replace(entry, config=entry.config | more).build(), partial(entry.call, 0)
     given = one_sample(call()) if name.startswith("Hunyuan") else call()  # of several it keeps all tokens
     return network, [{**given, "encoder_attention_mask": mask} for mask in masks_like(given["encoder_attention_mask"])]
 

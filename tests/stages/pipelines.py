@@ -29,6 +29,20 @@ DEEP = {"flux": {"num_layers": 2, "num_single_layers": 10}, "lumina2": {"num_lay
 def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -> dict[str, Any] | None:
     """Two calls in stages; whether they give the latents `without` them ("" is plain diffusers), and what was sent."""
     pipe, arguments = _built(name)
+    return _compared(this, pipe, arguments, plan, without, folder)
+
+
+def beside_a_borrower(this: PoolRank, plan: str, folder: str) -> dict[str, Any] | None:
+    """The same of a pipeline whose ControlNet runs blocks of the transformer, in every step before that does."""
+    from benchmarks.coverage.pipelines.zoo import ZOO  # takes seconds to import
+
+    pipe, arguments = ZOO["ZImageControlNetPipeline"].make()
+    return _compared(this, pipe, arguments | {"num_inference_steps": STEPS}, plan, "", folder)
+
+
+def _compared(
+    this: PoolRank, pipe: Any, arguments: dict[str, Any], plan: str, without: str, folder: str
+) -> dict[str, Any] | None:
     before = {key: x.clone() for key, x in _weights(pipe).items()}
     plain = tensors_in(pipe(**_kwargs(arguments)))
     runner = this.runner()
@@ -42,6 +56,18 @@ def in_stages(this: PoolRank, name: str, plan: str, without: str, folder: str) -
     without_stages = [] if wanted is None else wanted["latents"]  # by fewer ranks
     pairs = zip(found["latents"], without_stages[: len(found["latents"])], strict=True)
     return {"equal": [torch.equal(a, b) for a, b in pairs], "sent": found["sent"], "restored": restored}
+
+
+def decoded(this: PoolRank, vae: str) -> float | None:
+    """By how much the decoded image differs from that of plain diffusers; None on ranks that return none."""
+    pipe, arguments = _built("flux")
+    wanted = pipe(**_kwargs(arguments) | {"output_type": "pt"}).images
+    runner = this.runner()
+    runner.adopt(pipe)
+    options = CallOptions(plan=Plan(stage=2), verify=False, vae=vae)
+    output = getattr(runner.generate(_kwargs(arguments) | {"output_type": "pt"}, options), "output", None)
+    runner.restore()
+    return None if output is None else float((output.images - wanted).abs().max())
 
 
 def refused(this: PoolRank, name: str, plan: str) -> str:
@@ -77,7 +103,8 @@ def killed(this: PoolRank, plan: str = "stage=2") -> None:
 
 def _run(runner: PipelineRunner, arguments: dict[str, Any], plan: str, folder: str | None) -> dict[str, Any] | None:
     latents, sent = [], {}
-    options = CallOptions(plan=Plan.parse(plan), verify=Path(folder) if folder else False)
+    verify = Path(folder) if folder else False
+    options = CallOptions(plan=Plan.parse(plan), verify=verify, vae="rank0")  # images in bands have other last bits
     for _ in range(2):
         result = runner.generate(_kwargs(arguments), options)
         if not isinstance(result, CallResult):

@@ -33,6 +33,20 @@ def test_same_latents_as_without_stages(ranks: Any, tmp_path: Path, name: str, p
     assert all(each["sent"].get("stage") or each["sent"].get("prediction") for each in took_part)
 
 
+def test_decoded_images_are_those_of_one_device_where_one_rank_decodes(ranks: Any) -> None:
+    """In bands they differ by rounding."""
+    in_bands, by_one = (ranks.run("tests.stages.pipelines:decoded", 4, vae)[0] for vae in ("auto", "rank0"))
+    assert 0 < in_bands < 1e-4
+    assert by_one == 0
+
+
+@pytest.mark.parametrize("plan", first_of(["stage=2", "stage=2,weights=hosted"], "stage=2"))
+def test_blocks_that_a_controlnet_borrows_stay_on_every_stage(ranks: Any, tmp_path: Path, plan: str) -> None:
+    found = ranks.run("tests.stages.pipelines:beside_a_borrower", 4, plan, str(tmp_path))
+    assert found[0]["equal"] == [True, True]
+    assert all(each["restored"] for each in found[:2])
+
+
 def test_more_stages_than_blocks_are_refused(ranks: Any) -> None:
     messages = ranks.run("tests.stages.pipelines:refused", 4, "sd3", "stage=4")
     assert all("blocks one after the other: use stage=" in message for message in messages)

@@ -80,18 +80,22 @@ def test_another_form_of_call(ranks: Any) -> None:
 
 
 LENGTHS = [
-    ("Lumina2Transformer2DModel", 2),
-    ("Lumina2Transformer2DModel", 3),
-    ("HunyuanVideoFramepackTransformer3DModel", 2),
+    ("Lumina2Transformer2DModel", 2, True),
+    ("Lumina2Transformer2DModel", 3, True),
+    ("Lumina2Transformer2DModel", 2, False),
+    ("Lumina2Transformer2DModel", 4, False),
+    ("HunyuanVideoFramepackTransformer3DModel", 2, True),
+    ("HunyuanVideoFramepackTransformer3DModel", 2, False),
 ]
+"""Network, stages, and whether it has many blocks; with few of them refiners of all tokens are among the divided."""
 
 
-@pytest.mark.parametrize(("name", "world"), first_of(LENGTHS, LENGTHS[0], LENGTHS[2]))
+@pytest.mark.parametrize(("name", "world", "deep"), first_of(LENGTHS, LENGTHS[0], *LENGTHS[-2:]))
 def test_texts_of_other_lengths_in_arguments_of_the_same_shapes(
-    ranks: Any, tmp_path: Path, name: str, world: int
+    ranks: Any, tmp_path: Path, name: str, world: int, deep: bool
 ) -> None:
     """Blocks get as many tokens as a mask says: each number of them is a form of calls, with the cuts of the first."""
-    for found in ranks.run(f"{ON_RANKS}:other_lengths", world, name, str(tmp_path)):
+    for found in ranks.run(f"{ON_RANKS}:other_lengths", world, name, str(tmp_path), deep):
         assert found["equal"] == [True] * 16
         assert not any(found["equal without exchange"])
         assert found["held"] < 1
@@ -145,8 +149,7 @@ def test_a_call_of_a_stage_ends_when_all_is_sent() -> None:
         return sent[-1]
 
     axis = SimpleNamespace(rank=1, ranks=(0, 1, 2), after=None)
-    layouts = {(): Mock()}
-    stage = StagePass((SimpleNamespace(send=send), axis), layouts, Mock(), alone=False)  # type: ignore[arg-type]
+    stage = StagePass((SimpleNamespace(send=send), axis), [Mock()], Mock(), alone=False)  # type: ignore[arg-type]
     to_next = Mock()
     stage.sent.append(to_next)
     stage.finish("output")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -225,7 +226,8 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
         with pytest.raises(PlanError, match=r"shape \(5, 5, 3\)"):
             stream.set_reference(IMAGE[:5, :5])
     options: tuple[dict[str, Any], ...] = ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0})
-    for wrong in (*options, {"fps": 0}, {"fps": 1e-5}):
+    never = ({"hold": float("inf")}, {"hold": float("nan")}, {"keep_alive": "no"})
+    for wrong in (*options, *never, {"fps": 0}, {"fps": 1e-5}):
         with pytest.raises(PlanError):
             StreamDelivery(**wrong)
 
@@ -270,13 +272,16 @@ def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
 
 
 def test_an_abandoned_async_stream_lets_go() -> None:
+    stream = session(Ranks(), blocks=None).begin()
+
     async def first() -> int:
-        async with session(Ranks(), blocks=None).begin() as stream:
+        async with stream:
             async for chunk in stream:
                 return chunk.block
         raise AssertionError
 
     assert asyncio.run(first()) == 0
+    assert (stream.status, stream.is_free_within(0)) == ("cancelled", True)
 
 
 def test_stop_lets_come_out_what_is_under_way() -> None:
@@ -583,7 +588,7 @@ def test_an_interrupted_wait_keeps_no_credit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None:
-    """At once also for decades; 1.1 s of 10 frames a second are 11 frames, though their product is a little more."""
+    """At once also for decades; 0.56 s of 25 frames a second are 14 frames, though their product is a little more."""
     for frames in range(1, 60):
         blocks = FORMAT.blocks(frames / FORMAT.fps)
         assert blocks is not None
@@ -591,11 +596,25 @@ def test_a_stream_of_some_seconds_has_the_fewest_blocks_that_hold_them() -> None
     decades = FORMAT.blocks(1e9)
     assert decades is not None
     assert FORMAT.first_frame(decades) >= 2e10 > FORMAT.first_frame(decades - 1)
-    assert StreamFormat(fps=10, height=8, width=12, frames=11, per_latent=1).blocks(1.1) == 1
+    assert 0.56 * 25 > 14
+    assert StreamFormat(fps=25, height=8, width=12, frames=14, per_latent=1).blocks(0.56) == 1
     assert FORMAT.blocks(torch.tensor(1.0)) == FORMAT.blocks(1)  # type: ignore[arg-type]
     for seconds in (0, -1, float("nan"), 1e10, float("inf"), True, "3", [3]):
         with pytest.raises(PlanError, match="above 0, and at most 1e"):
             FORMAT.blocks(seconds)  # type: ignore[arg-type]
+
+
+def test_the_shortest_stream_has_one_block_and_numbers_of_any_library_are_taken() -> None:
+    assert StreamFormat(fps=10, height=8, width=12, frames=1, per_latent=1).blocks(1e-9) == 1
+    delivery = StreamDelivery(lead=np.int64(3), hold=torch.tensor(0.5))  # type: ignore[arg-type]
+    assert (delivery.lead, delivery.hold) == (3, 0.5)
+    assert (type(delivery.lead), type(delivery.hold)) == (int, float)
+
+
+def test_the_first_block_has_fewer_frames() -> None:
+    """Its first latent frame is one image."""
+    assert [FORMAT.frames_of(block) for block in range(3)] == [3, 4, 4]
+    assert [FORMAT.seconds(block) for block in range(3)] == [0, 3 / 20, 7 / 20]
 
 
 def test_changes_that_wait_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -431,13 +431,13 @@ def test_a_video_that_stalls_holds_up_neither_chunks_nor_the_end() -> None:
         yield from torch.zeros(FORMAT.first_frame(2), FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
         goes_on.wait(20)
 
-    source = VideoSource(stalls(), lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
-    limits, frames = StreamLimits(credit=3), FrameSources(video=source)
+    video: Any = stalls()
+    limits, frames = StreamLimits(credit=3), FrameSources(video=VideoSource(video, FORMAT.frames_of))
     stream = StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin()
     assert [next(stream).block, next(stream).block] == [0, 1]
     stream.close()
     assert stream.status == "cancelled"
-    assert source._frames.gi_running, "the video stalls still"  # type: ignore[attr-defined]
+    assert video.gi_running, "the video stalls still"
     goes_on.set()
 
 

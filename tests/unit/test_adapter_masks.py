@@ -16,7 +16,8 @@ from patchpar.shard.unet.ip_adapter_masks import own_masks
 
 def scaled(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     """As a processor of diffusers does it, for two samples and values of 3 channels."""
-    with warnings.catch_warnings(action="ignore"):  # the shape of the mask is not the image's
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the shape of the mask is not the image's
         return IPAdapterMaskProcessor.downsample(mask, 2, tokens, 3)
 
 
@@ -28,7 +29,8 @@ def test_a_band_of_a_mask(dim: int, size: tuple[int, int], shape: tuple[int, int
     mask = torch.rand(1, 2, *shape, generator=torch.Generator().manual_seed(0))
     grid = LevelGrid(split_bands(size[dim], 3, 1), TokensAcross(size[-3 - dim]), dim)
     for group_rank in range(3):
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             (own, nothing) = own_masks([mask, None], grid, group_rank)
         assert own is not None
         assert nothing is None

@@ -108,6 +108,12 @@ def test_an_argument_of_another_size_that_stays_is_refused() -> None:
         discover(model, model.forward, call, {})
 
 
+def test_a_call_that_fails_by_itself_is_no_fault_of_the_split() -> None:
+    model = Beside()
+    with pytest.raises(RuntimeError, match="to have 4 channels, but got 3 channels"):
+        discover(model, model.forward, (torch.zeros(1, 3, 8, 8), torch.zeros(1, 7), torch.zeros(1, 4, 16, 16)), {})
+
+
 class Particular(Beside):
     """Fails at some sizes by an error of its own."""
 
@@ -204,3 +210,23 @@ def test_the_probe_is_as_large_as_the_total_stride_needs(halvings: int) -> None:
     assert sites.total_stride == 2**halvings
     size = {1: 8, 3: 16, 5: 32}[halvings]
     assert seen[-2:] == [(size, size), (2 * size, size)]
+
+
+def test_arguments_in_another_dtype_are_not_taken_for_images_beside_the_latent() -> None:
+    """No plan helps there: the plain network fails too. Control: what only the probe's sizes do not fit is refused."""
+    denoiser = denoisers.build("sdxl")
+    call = denoisers.call("sdxl", 16, 8)
+    halved = dict(call)
+    for name, value in call.items():
+        if torch.is_tensor(value) and value.ndim == 3:
+            halved[name] = value.half()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        discover(denoiser, denoiser.forward, (), halved)
+
+    def fails(*_: Any, **given: Any) -> Any:
+        if given["sample"].shape != call["sample"].shape:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return denoiser(**given)
+
+    with pytest.raises(UnsupportedModel, match="does not run at the sizes"):
+        discover(denoiser, fails, (), call)

@@ -8,6 +8,7 @@ import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,6 +117,29 @@ def test_what_nccl_refuses_in_a_capture_is_no_failed_exchange(
     assert "abort" in graphs.gpu.enqueued, "control: outside of a capture it is one"
 
 
+def test_a_graph_is_not_released_while_it_is_launched(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of deadlines releases graphs, and a launch blocks while the GPU's queue is full."""
+    line, launches, goes_on = transport(), threading.Event(), threading.Event()
+    found = recorder_for(line).capture(lambda: exchanged(line), "a step")
+
+    def replay(graph: Graph) -> None:
+        launches.set()
+        goes_on.wait(30)
+        graphs.gpu.enqueued.append("launched")
+
+    monkeypatch.setattr(Graph, "replay", replay)
+    graphs.gpu.enqueued.clear()
+    threads = [threading.Thread(target=found.replay), threading.Thread(target=line.poison, args=("late",))]
+    threads[0].start()
+    assert launches.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    goes_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert graphs.gpu.enqueued == ["abort", "abort", "launched", "reset"]
+
+
 def test_each_replay_has_one_deadline(graphs: Graphs) -> None:
     line = transport()
     found = recorder_for(line).capture(lambda: "prediction", "rank 2, a step")
@@ -141,6 +165,13 @@ def test_a_capture_uses_a_stream_of_its_own_device(graphs: Graphs) -> None:
     for found in (of_one, of_one, GraphRecorder(torch.device("cpu", 1), None)):
         found.capture(lambda: None, "a step")
     assert graphs.streams == ["a stream of cpu:0", "a stream of cpu:0", "a stream of cpu:1"]
+
+
+def test_what_a_capture_takes_of_the_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "untaken_fraction", Mock(side_effect=[0.5, 0.375, 0.25, 0.5]))
+    of_device = GraphRecorder(torch.device("cpu"), None)
+    assert of_device.capture(lambda: None, "a step").fraction == 0.125
+    assert of_device.capture(lambda: None, "a step").fraction == 0, "torch has given back what it kept"
 
 
 def test_a_captured_step_casts_weights_itself(graphs: Graphs) -> None:

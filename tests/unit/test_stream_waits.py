@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,23 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, form_groups, stream_waits
+from patchpar.comm.transport import (
+    Incoming,
+    LinkTransport,
+    Outgoing,
+    TensorSpec,
+    connect_group,
+    form_groups,
+    link_groups,
+    stream_waits,
+)
+from patchpar.comm.transport.link_groups import LinkGroups
 from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
 from patchpar.comm.transport.torch_collectives import LARGE
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.launch.hang_detection import WORK_TIMES
+from patchpar.launch.nccl_failures import FAILURES_ARE_RAISED
 
 
 class Gpu:
@@ -213,6 +225,56 @@ def test_what_this_step_needs_has_a_stream_of_its_own_and_priority(gpu: Gpu) -> 
     assert [(group.ranks, group.is_urgent) for group in gpu.groups[2:]] == [([0, 2], True), ([0, 2], False)]
 
 
+@pytest.mark.parametrize("standalone", [False, True])
+def test_torch_does_not_end_the_process_where_nccl_fails(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, standalone: bool
+) -> None:
+    """Its thread would: it sees within 0.1 s that a rank is gone, or has ended its groups at its own deadline."""
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # torchrun's
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
+    before, found = dict(os.environ), []
+
+    def made(*_: Any) -> Group:
+        found.append({name: os.environ.get(name) for name in FAILURES_ARE_RAISED})
+        return Group(gpu, (), None)
+
+    monkeypatch.setattr(torch.distributed, "new_group", made)
+    made.Options = SimpleNamespace  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", made)
+    if standalone:
+        groups = LinkGroups("nccl", torch.device("cpu"), 0, 30.0)
+        groups.renew(torch.distributed.HashStore(), [(0, 1)], [(0, 1)])
+    else:
+        transport()
+    assert found == [FAILURES_ARE_RAISED] * (3 if standalone else 2)
+    assert dict(os.environ) == before, "groups of the script keep its settings"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_ranks_tell_each_other_their_groups_within_the_deadline(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Not through the default group of the script, which has torch's limit."""
+
+    def gather(group: Group, rows: Any, own: Any, options: Any) -> Work:
+        rows.view(-1, *own.shape).copy_(own)
+        gpu.stuck = not comes
+        return Work(gpu, ())
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: group)
+    monkeypatch.setattr(Group, "all_gather_single", gather)
+    if comes:
+        line, ranks = connect_group(torch.device("cpu"), 30.0, [2, 0])
+        assert ranks == (0, 2)
+        assert line.collectives is not None
+        assert line.collectives.covers((0, 2))
+        return
+    gpu.reached = 0.0
+    with pytest.raises(ExchangeError, match=r"rank 2 at the groups of all ranks: the other ranks have not taken part"):
+        connect_group(torch.device("cpu"), 0.2, [2, 0])
+
+
 def test_ranks_connect_when_their_groups_are_made(gpu: Gpu) -> None:
     """By one operation of each kind and size: the first waits for the others in a call, and so would a step."""
     collectives: Any = transport().collectives
@@ -310,6 +372,38 @@ def test_an_exchange_whose_begin_waits_for_the_others_ends(
     line.close()
 
 
+@pytest.mark.parametrize("through_links", [False, True])
+def test_ranks_that_do_not_connect_fail_within_the_deadline(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, through_links: bool
+) -> None:
+    """torch knows a communicator once NCCL has made it: an abort does not end the call that waits for the others."""
+    blocked = threading.Event()
+
+    def connecting(*_: Any) -> Any:
+        blocked.wait(60)
+        raise RuntimeError("the test is over")
+
+    def form() -> None:
+        if through_links:
+            monkeypatch.setattr(link_groups, "standalone_group", lambda store, own: Group(gpu, own.ranks, None))
+            host: Any = SimpleNamespace(rank=0, device=torch.device("cpu"), deadline=0.6, waiting=nullcontext())
+            host.is_cut = False
+            LinkTransport(host, "nccl", "a").renew(torch.distributed.HashStore(), [(0, 1)], [])
+        else:
+            form_groups(transport(deadline=0.6), [(0, 2)], symmetric_memory=False)
+
+    for name in ("send", "all_gather_single"):
+        monkeypatch.setattr(Group, name, connecting, raising=False)
+    with ThreadPoolExecutor(1) as thread:
+        formed = thread.submit(form)
+        try:
+            with pytest.raises(ExchangeError, match=r"of nccl is not there within 0\.6 s: another rank has not come"):
+                formed.result(timeout=30)
+        finally:
+            blocked.set()
+    assert gpu.enqueued.count("abort") >= 1
+
+
 def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread of deadlines aborts what is late, and the call that fails by it closes its transport."""
     line, aborts, goes_on = transport(), threading.Event(), threading.Event()
@@ -331,6 +425,36 @@ def test_no_group_is_released_while_it_is_aborted(gpu: Gpu, monkeypatch: pytest.
     for thread in threads:
         thread.join(30)
     assert gpu.enqueued[-4:] == ["aborted"] * 2 + ["released"] * 2
+
+
+def test_groups_with_a_late_exchange_are_aborted_before_they_are_released(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits sees that an exchange is late before the thread that says so aborts: to release waits for its end."""
+    line = transport(deadline=0.05)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: gpu.enqueued.append("released"))
+    assert line.waits is not None
+    monkeypatch.setattr(line.waits, "_on_late", lambda reason: None)  # the thread has not come to it
+    gpu.stuck, gpu.reached = True, 0.0
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\]"):
+        line.settle("end of the call")
+    line.close()
+    assert gpu.enqueued[-4:] == ["abort"] * 2 + ["released"] * 2
+
+
+def test_groups_that_torch_cannot_release_are_left(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for operations in flight, and for an abort that hangs, which has the lock of the communicator."""
+    line, blocked = transport(deadline=0.5), threading.Event()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: blocked.wait(60))
+    with ThreadPoolExecutor(1) as thread:
+        closed = thread.submit(line.close)
+        try:
+            closed.result(timeout=20)
+        finally:
+            blocked.set()
 
 
 class Clock:

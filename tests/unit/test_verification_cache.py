@@ -74,6 +74,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert verifications.find(verifications.key(FACTS), "relative_error", float) is None
 
 
+def test_a_full_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would leave another one. What was found before stays. Control: on a disk with room it is new."""
+    verifications = VerificationCache(tmp_path)
+    key = verifications.key(FACTS)
+    verifications.remember(key, FACTS, relative_error=1e-6)
+
+    def full(path: Path, text: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        verifications.remember(key, FACTS, relative_error=2e-6)
+    assert [each.name for each in tmp_path.iterdir()] == [f"{key}.json"]
+    assert verifications.find(key, "relative_error", float) == 1e-6
+    verifications.remember(key, FACTS, relative_error=2e-6)
+    assert verifications.find(key, "relative_error", float) == 2e-6
+
+
 def test_a_user_without_a_home_keeps_no_verifications(monkeypatch: pytest.MonkeyPatch) -> None:
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -172,7 +172,11 @@ def test_attention_is_over_the_tokens_of_all(heads: tuple[int, ...]) -> None:
     assert close(got, F.scaled_dot_product_attention(q, k, v))
 
 
-@pytest.mark.parametrize(("most", "chunks"), [(2 * 2 * 4 * ROWS * 8, 1), (2 * 2 * 2 * ROWS * 8, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("most", "chunks"),
+    [(2 * 2 * 4 * ROWS * 8, 1), (2 * 2 * 3 * ROWS * 8, 2), (2 * 2 * 2 * ROWS * 8, 2), (1, 3)],
+    ids=["one", "one for 3 rows, not 4", "two", "a row each"],
+)
 def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many on every rank, whether it has 3 or 4 rows, and a mark for each: a rank must show that it gets on."""
     monkeypatch.setitem(attention.MOST_PRODUCTS, "cpu", most)

@@ -56,6 +56,11 @@ def decode(vaes: ParallelVaes, vae: Any) -> Tensor:
     return vae.decode(given(NAME, "decode", *SIZE)[0]).sample
 
 
+def twice(vaes: ParallelVaes, vae: Any) -> Tensor:
+    decode(vaes, vae)
+    return decode(vaes, vae)
+
+
 def encode(vaes: ParallelVaes, vae: Any) -> Tensor:
     return vae.encode(given(NAME, "encode", *SIZE)[0]).latent_dist.parameters
 
@@ -265,6 +270,10 @@ def test_or_runs_whole_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert not other.any()
     (record,) = caplog.records
     assert "one rank runs Squeezing whole, because it cannot be split" in record.message
+    with caplog.at_level(logging.WARNING, "patchpar"):
+        caplog.clear()
+        on_ranks("auto", twice, vae=lambda: Squeezing(build(NAME)), folder=tmp_path)
+    assert len(caplog.records) == 1, "from now on, without another comparison"
 
 
 def test_a_verification_is_kept(tmp_path: Path) -> None:
@@ -276,6 +285,46 @@ def test_a_verification_is_kept(tmp_path: Path) -> None:
     assert first == second
     assert 0 < first[0] < 1e-5
     assert len(list(tmp_path.rglob("*.json"))) == WORLD
+
+
+def test_it_is_verified_again_for_another_dtype_and_after_a_change(tmp_path: Path) -> None:
+    """A comparison in single precision says nothing of half precision, nor one of modules that are replaced."""
+
+    def compared(vaes: ParallelVaes, vae: Any) -> list[int]:
+        calls, split = list[int](), vaes.vaes[0].split["decode"]
+        plain_error, latent = split._error, given(NAME, "decode", *SIZE)[0]
+
+        def counted(call: Any) -> float:
+            calls.append(1)
+            return plain_error(call)
+
+        split._error, found = counted, []  # type: ignore[method-assign]
+        for change in (lambda: None, lambda: None, lambda: vae.to(torch.bfloat16)):
+            change()
+            vae.decode(latent.to(vae.dtype))
+            found.append(len(calls))
+        vae.decoder.conv_out = nn.Sequential(vae.decoder.conv_out)
+        vaes.forget()
+        assert not split.feeds
+        vae.decode(latent.to(vae.dtype))
+        return [*found, len(calls)]
+
+    for found in on_ranks("exact", compared, folder=tmp_path):
+        assert found == [2, 2, 4, 6], "two sizes each time"
+
+
+class Paired(Squeezing):
+    """Takes the mean of pairs of rows, which are whole only in bands of even numbers of rows."""
+
+    def decode(self, z: Tensor) -> Any:
+        rows = z.shape[-2] // 2 * 2
+        pairs = z[..., :rows, :].unflatten(-2, (-1, 2)).mean(-2, keepdim=True).expand(*z.shape[:-2], -1, 2, -1)
+        return self.vae.decode(torch.cat([pairs.flatten(-3, -2), z[..., rows:, :]], -2))
+
+
+def test_one_that_is_right_in_even_bands_only_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"Paired\.decode in 2 bands differs .* use vae='rank0'"):
+        on_ranks("exact", decode, vae=lambda: Paired(build(NAME)), folder=tmp_path)
 
 
 class Fixed(Squeezing):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.utils._pytree import TreeSpec
 
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies.cfg.split import GuidanceSplit
 from tests.breadth import first_of
+from tests.tensors import noise
 from tests.weights.programs import PROGRAMS
 
 ON_RANKS = "tests.weights.programs"
@@ -30,6 +36,15 @@ def test_ranks_with_a_call_each_gather_once(ranks: Any) -> None:
     in_turn = ranks.run(f"{ON_RANKS}:run", 2, "used_between", 2, True)
     assert [found["calls"] for found in at_once] == [9, 9]
     assert all(joint["sent"] * 16 <= alone["sent"] * 10 for joint, alone in zip(at_once, in_turn, strict=True))
+
+
+def test_calls_of_one_form_are_known_without_a_hash_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch 2.6 and 2.7 return of a tree of arguments has none."""
+    monkeypatch.setattr(TreeSpec, "__hash__", None)
+    stand_in: Any = SimpleNamespace()
+    guidance, x = GuidanceSplit(stand_in, Axis("cfg"), StepClock()), noise(2, 4)
+    guidance.rounds = stand_in
+    assert len({guidance._form_of_call(x, (x,), {"frames": [number]}) for number in (1, 1, 2)}) == 2
 
 
 def test_a_call_that_one_branch_refuses_ends_on_all_ranks_at_once(ranks: Any) -> None:

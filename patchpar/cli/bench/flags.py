@@ -21,6 +21,7 @@ from patchpar.cli.flags import (
     TrustedNetwork,
     Variant,
     given,
+    read_plan,
     trust_between_hosts,
 )
 from patchpar.cli.folded_help import more
@@ -115,7 +116,7 @@ class BenchFlags:
         counts = list(dict.fromkeys(self.ranks or [devices]))
         strategies = [parse_strategy(name) for name in names]
         plans = [Plan.parse(f"{each.axis}={count}", strategy=each) for count in counts for each in strategies]
-        plans += [Plan.parse(text) for text in self.plan or ()]
+        plans += [read_plan(text) for text in self.plan or ()]
         if too_large := next((plan for plan in plans if plan.world_size > devices), None):
             raise PlanError(
                 f"{too_large} takes {too_large.world_size} ranks, but there are {devices} devices: name more with "

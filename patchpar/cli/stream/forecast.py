@@ -9,6 +9,7 @@ import typer
 
 from patchpar.cli.console import print_json
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import whole_in
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
@@ -39,7 +40,7 @@ def number_of(devices: str) -> int:
     """Return the number of devices. A plain number may exceed those of this machine."""
     from patchpar.launch.devices import resolve_devices
 
-    return int(devices) if devices.isdecimal() and int(devices) > 0 else len(resolve_devices(devices).names)
+    return whole_in(devices) or len(resolve_devices(devices).names)
 
 
 def parse_costs(text: str) -> dict[str, float]:

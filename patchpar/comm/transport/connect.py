@@ -22,6 +22,7 @@ from patchpar.launch.links import RETRY_SECONDS, RankLink
 
 T = TypeVar("T", bound=Transport)
 HERE = b"h"  # sent by each rank to each other, so that a rank that did not connect is noticed now and not much later
+GROUPS = "the groups of all ranks"
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +83,8 @@ def alone(endpoint: RankContext) -> Transport:
 def connect_group(device: torch.device, deadline: float, group: Any = None) -> tuple[Transport, tuple[int, ...]]:
     """Return a transport through torch.distributed, and the global ranks of `group` (default: of all), ascending.
 
-    Collective of all ranks of the default group, each with its own group. Raises LaunchError without one.
+    Collective of all ranks of the default group, each with its own group. Raises LaunchError without one, and
+    ExchangeError.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise LaunchError(
@@ -95,8 +97,9 @@ def connect_group(device: torch.device, deadline: float, group: Any = None) -> t
     if transport.collectives is not None:  # every rank has to form the groups of all
         own = torch.zeros(world, dtype=torch.int64, device=device)
         own[list(ranks)] = 1
-        gathered = [torch.empty_like(own) for _ in range(world)]
-        dist.all_gather(gathered, own)
+        gathered = own.new_empty(world, world)
+        transport.collectives.all_gather(tuple(range(world)), own, gathered, (), GROUPS).wait()
+        transport.settle(GROUPS)
         found = [tuple(x.nonzero().flatten().tolist()) for x in gathered]
         transport.collectives.form([each for each in dict.fromkeys(found) if len(each) > 1])
     return transport, ranks

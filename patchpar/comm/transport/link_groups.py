@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from patchpar.comm.transport.torch_groups import ProcessGroups, urgent_options
 from patchpar.launch.anonymous_file import anonymous_file
+from patchpar.launch.nccl_failures import failures_are_raised
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -92,9 +93,10 @@ class LinkGroups(ProcessGroups):
         """Make all groups anew. Collective: all ranks name the same, in the same order. Raises RuntimeError."""
         self.destroy()
         self._store = store
-        for pair in pairs:
-            if self._rank in pair:
-                self.links[pair] = self._member_of(f"from {pair[0]} to {pair[1]}", pair, urgent=True)
+        with failures_are_raised():
+            for pair in pairs:
+                if self._rank in pair:
+                    self.links[pair] = self._member_of(f"from {pair[0]} to {pair[1]}", pair, urgent=True)
         self.form(sets, with_bulk=True)
 
     def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:

@@ -88,7 +88,8 @@ class LinkTransport(GroupTransport):
             if store is not None:
                 with self.waiting:
                     self._groups.renew(store, pairs, sets)
-            self._probe(pairs, [ranks for ranks in sets if self.rank in ranks])
+            probe = partial(self._probe, pairs, [ranks for ranks in sets if self.rank in ranks])
+            self._groups.in_time(probe, f"a link of rank {self.rank}")
         except RuntimeError as error:
             text = f"rank {self.rank} cannot connect its device with those of others through {self.backend}: {error}"
             self.poison(text)

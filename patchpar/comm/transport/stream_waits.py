@@ -98,6 +98,8 @@ class StreamWaits:
         self._event, self._deadline, self._on_late, self._report = timing_events(kind), deadline, on_late, report
         self._is_cut, self._on_thread = is_cut, on_thread
         self._graphs = weakref.WeakSet[Any]()
+        self.replays = threading.Lock()
+        """Held while a graph is launched: none is released meanwhile."""
         self._awaited: deque[Awaited] = deque()
         self.begun: Begun | None = None
         self._lock = threading.Lock()
@@ -209,7 +211,7 @@ class StreamWaits:
             found = list(self._graphs)
             self._graphs.clear()
         for graph in found:
-            with contextlib.suppress(RuntimeError):  # of torch: the device has failed
+            with contextlib.suppress(RuntimeError), self.replays:  # of torch: the device has failed
                 graph.reset()
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class TorchCollectives:
         self._peers.clear()
         for ranks in filter(self._groups.has, sets):
             if self._groups.backend not in HOST_BACKENDS and ranks not in self._connected:
-                self._connect(ranks)
+                self._groups.in_time(partial(self._connect, ranks), f"the connection of ranks {list(ranks)}")
         for ranks in filter(self._groups.has, sets) if symmetric_memory else ():
             if ranks not in self._tried:
                 group = self._groups.of(ranks, bulk=False)

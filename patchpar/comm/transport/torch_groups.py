@@ -4,7 +4,7 @@ Each has a communicator and, with NCCL, a stream of its own. Of every set of ran
 are needed now do not queue behind bulk that is needed in the next step. Theirs is a stream of high priority.
 
 NCCL connects ranks in calls that return when all ranks have made them, however long that takes. Threads make these
-calls, and are not waited for beyond the deadline.
+calls, and are not waited for beyond the deadline: an abort does not end those in which a communicator is made.
 
 All groups are aborted at once, each by a thread. NCCL first tells the kernels of a communicator to end, and then frees
 its memory, for which the driver waits for every kernel of the GPU: also for those of a group that would be next
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
+from patchpar.launch.nccl_failures import failures_are_raised
 from patchpar.launch.time_limit import TimedOut, longest_wait, time_limited
 
 T = TypeVar("T")
@@ -57,14 +58,17 @@ class ProcessGroups:
                 if (ranks, bulk) in self._formed:
                     continue
                 self._formed.add((ranks, bulk))
-                made = self._in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
+                with failures_are_raised():
+                    made = self.in_time(partial(self._new, ranks, bulk=bulk), f"the group of ranks {list(ranks)}")
                 if made is not None:
                     self._own[ranks, bulk] = made
 
-    def _in_time(self, make: Callable[[], T], what: str) -> T:
+    def in_time(self, make: Callable[[], T], what: str) -> T:
         """Return what `make` returns. Raises ExchangeError, after the deadline at the latest: gloo has the same."""
         try:
             return within(self._deadline, make, self._device) if self.backend == "nccl" else make()
+        except ExchangeError:
+            raise
         except TimedOut as error:
             raise ExchangeError(
                 f"{what} of {self.backend} is not there within {self._deadline:g} s: another rank has not come to it. "
@@ -122,12 +126,23 @@ class ProcessGroups:
             owner.abort()
 
     def destroy(self) -> None:
-        """Release all groups. Idempotent."""
+        """Release all groups. Idempotent. Returns after the deadline at the latest; what hangs is left as it is."""
         with self._ending:
-            for group in self._own.values() if dist.is_initialized() else ():
-                with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or it went with the default group
-                    dist.destroy_process_group(group)
+            groups = list(self._own.values()) if dist.is_initialized() else []
             self._own.clear()
+            release = partial(_release, groups)
+            try:
+                within(self._deadline, release, self._device) if groups and self.backend == "nccl" else release()
+            except TimedOut:
+                log.error("%d groups of %s have not ended in %g s", len(groups), self.backend, self._deadline)
+            except RuntimeError:  # Python begins no thread while it ends
+                release()
+
+
+def _release(groups: Sequence[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(RuntimeError, ValueError):  # a peer is gone, or it went with the default group
+            dist.destroy_process_group(group)
 
 
 def within(seconds: float, work: Callable[[], T], device: torch.device) -> T:

@@ -101,5 +101,7 @@ class TorchTransport(GroupTransport):
         """Release the groups. The default group stays: whoever initialised it destroys it. Idempotent."""
         if self.waits is not None:
             self.waits.close()
+            if self.waits.late:  # what noticed that may not have come to the abort, without which operations never end
+                self._groups.abort(self._release_graphs)
         self._release_graphs()
         self._groups.destroy()

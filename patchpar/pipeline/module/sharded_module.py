@@ -160,7 +160,7 @@ def shard_module(  # noqa: PLR0913 - each is a setting of its own, by name
     options, in which numbers and texts differ from call to call without effect on how a call can be split. `deadline`:
     seconds that a rank may wait for another.
 
-    Raises PlanError, LaunchError, UnsupportedModel.
+    Raises PlanError, LaunchError, ExchangeError, UnsupportedModel.
     """
     options = ModuleOptions.of(
         patch, strategy=strategy, split=split, ratio=ratio, verify=verify, ignore=ignore, deadline=deadline

@@ -6,6 +6,7 @@ And token plans of transformers without values: those that come with the package
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import diffusers
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
@@ -33,7 +34,8 @@ class KnownTokens:
         if plan is None:
             raise UnsupportedModel(
                 f"how the tokens of {name} are split is found by computing with values, a recording has none, and the "
-                "package has no token plan of it: use cfg=2 or data=N, which do not split them"
+                f"package has no token plan of it as it is in diffusers {diffusers.__version__}: use cfg=2 or data=N, "
+                "which do not split them"
             )
         return plan
 

@@ -64,8 +64,7 @@ async def _answer(
     service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, kind: str, digest: bytes
 ) -> Response:
     """Answer with images, with events, or with a job whose result is kept."""
-    is_later = request.query_params.get("async", "").lower() in ("1", "true")
-    if is_later:
+    if _is_later(request):
         return await asyncio.to_thread(_later, service, request, wanted, uploads, kind, digest)
     submit = partial(service.submit, wanted, uploads, route=ROUTES[kind], owner=owner_of(request))
     queued = await submitted(submit, lambda found: found.job) if uploads.images else submit()
@@ -75,6 +74,15 @@ async def _answer(
     done = await outcome_of(queued.job, request)
     content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds, service.files)
     return JSONResponse(with_whole_links(content, request), headers=_warning(service, wanted))
+
+
+def _is_later(request: Request) -> bool:
+    value = request.query_params.get("async", "")
+    if value.lower() not in ("", "0", "false", "1", "true"):
+        raise RequestError(
+            f"async={value[:40]!r}: true returns a job at once, false (the default) waits for the images", param="async"
+        )
+    return value.lower() in ("1", "true")
 
 
 def _later(

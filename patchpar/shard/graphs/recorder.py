@@ -18,7 +18,7 @@ from patchpar.comm.transport import Transport
 from patchpar.comm.transport.stream_waits import StreamWaits
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, PatchparError, UnsupportedModel
-from patchpar.launch.accelerators import device_module, has_graphs
+from patchpar.launch.accelerators import device_module, has_graphs, untaken_fraction
 
 
 class CaptureRefused(Exception):
@@ -26,10 +26,15 @@ class CaptureRefused(Exception):
 
 
 class CapturedStep(Protocol):
-    """A captured step. `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it."""
+    """A captured step.
+
+    `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it. `fraction`: what it has
+    taken of the device's memory, 0 to 1.
+    """
 
     output: Any
     has_run: bool
+    fraction: float
 
     def replay(self) -> None:
         """Run the step again, on the memory of the capture."""
@@ -56,7 +61,7 @@ class GraphRecorder:
 
     def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
         """See `StepRecorder`. The step does not run before the first replay."""
-        graph = self._module.CUDAGraph()
+        graph, untaken = self._module.CUDAGraph(), untaken_fraction(self._device)
         if self._stream is None:  # torch's own is one for the process, of the device that was captured on first
             self._stream = self._module.Stream(self._device)
         try:
@@ -71,21 +76,24 @@ class GraphRecorder:
             raise CaptureRefused(f"the device refuses the capture: {str(error).splitlines()[0]}") from error
         if self._waits is not None:
             self._waits.add_graph(graph)
-        return _DeviceGraph(graph, output, self._module, self._waits, what)
+        found = _DeviceGraph(graph, output, self._module, self._waits, what)
+        found.fraction = max(0.0, untaken - untaken_fraction(self._device))
+        return found
 
 
 class _DeviceGraph:
     """A graph of the device. The end of each replay is watched from outside: one deadline for all waits in it."""
 
     def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits | None, what: str) -> None:
-        self.output, self.has_run = output, False
+        self.output, self.has_run, self.fraction = output, False, 0.0
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:
         """See `CapturedStep`. Returns at once. Raises ExchangeError if the graph has been released."""
         what = self._what  # what watches the replay does not keep the graph
         try:
-            self._graph.replay()
+            with nullcontext() if self._waits is None else self._waits.replays:
+                self._graph.replay()
         except RuntimeError as error:
             raise ExchangeError(f"{what}: its graph cannot be replayed: {str(error).partition(chr(10))[0]}") from error
         if self._waits is None:  # it waits for no other rank

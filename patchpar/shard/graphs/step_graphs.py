@@ -30,6 +30,7 @@ from patchpar.shard.weights.packed import plain_tensors
 
 REPLAY = "replay of a step"
 MOST_GRAPHS = 8  # of one denoiser: each holds the memory of a step
+MOST_MEMORY = 0.1  # of the device, that all may take, unless graphs are required: decoding needs the rest
 MOST_KINDS = 64  # that have run once: with so many the arguments differ from step to step
 log = logging.getLogger(__name__)
 
@@ -180,7 +181,13 @@ class StepGraphs:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
-        if baked_in(self._network) != weights:
+        taken = recording.fraction + sum(graph.recording.fraction for graph in self._graphs.values())
+        if taken > MOST_MEMORY and not self._required:
+            reason = (
+                f"graphs of it take {taken:.0%} of the device's memory, and may take {MOST_MEMORY:.0%}: so large a "
+                "step gains little from one launch (graphs=True has no such limit)"
+            )
+        elif baked_in(self._network) != weights:
             reason = "its weights lie elsewhere after each step"
         elif _addresses(state) != buffers:
             reason = "a buffer that one step leaves to the next lies elsewhere each time"

@@ -8,7 +8,7 @@ In the terms of GPipe (Huang et al. 2019, arXiv:1811.06965), with one micro-batc
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from patchpar.shard.stages.layout import StageLayout
 from patchpar.shard.stages.refusals import refuse_for_stages, refuse_kept_state
 from patchpar.shard.stages.search import CutSearch, Plain
 from patchpar.shard.stages.stage_pass import OtherShapes, StagePass
-from patchpar.shard.stages.weights import HostedStageWeights, StageWeights
+from patchpar.shard.stages.weights import Holders, HostedStageWeights, StageWeights, borrowed_blocks
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.verification import (
     Call,
@@ -71,6 +71,9 @@ class StagedDenoiser:
         """How cuts are found; set it before the first call."""
         self.together = mesh
         """The ranks that have to find the same cuts, and call each method together; set it before the first call."""
+        self.beside: Collection[object] = ()
+        """Other parts of the pipeline; set it before the first call. Blocks that they run too are on every stage."""
+        self._borrowed = frozenset[str]()
         self._weights: StageWeights | HostedStageWeights | None = None
         self._placeholders = Placeholders(self.comm.transport.device)
         self._watched = WatchedNetwork(denoiser)
@@ -84,7 +87,7 @@ class StagedDenoiser:
         layouts = self._layouts_for(forward, call)
         with suppress(OtherShapes):
             return self._run(layouts, forward, call)
-        layouts.append(self._prepare(forward, call, layouts[0]))
+        layouts.append(self._prepare(forward, call, layouts))
         return self._run(layouts, forward, call)
 
     def layout_for(self, forward: Forward, call: Call) -> StageLayout:
@@ -117,13 +120,12 @@ class StagedDenoiser:
         """Context in which this stage has the weights of its own blocks only, and placeholders are NaN again."""
         assert self._weights is not None
         self._placeholders.refill()
-        with self._weights.set_aside(layout.holders()):
+        with self._weights.set_aside(self._holders(layout)):
             yield
 
     def new_pass(self, layouts: Sequence[StageLayout], name: str = "", given: GivenTo = given_to) -> StagePass:
         """Return what is called for the block calls of one pass, in errors called by `name`. See `StagePass`."""
-        known = {layout.given: layout for layout in layouts}
-        return StagePass(self.mesh, known, self._placeholders, name, alone=self.exchange == "off", given=given)
+        return StagePass(self.mesh, layouts, self._placeholders, name, alone=self.exchange == "off", given=given)
 
     def through(self, on_call: OnCall, forward: Forward) -> Forward:
         """Return `forward` with its block calls given to `on_call`, which checks their number if it is a StagePass."""
@@ -145,19 +147,24 @@ class StagedDenoiser:
     def release(self, layout: StageLayout) -> None:
         """Hold the weights of this stage's blocks only. Collective. Raises PlanError, ExchangeError."""
         assert self._weights is not None
-        if self._weights.holders != layout.holders():
+        holders = self._holders(layout)
+        if self._weights.holders != holders:
             self._weights.gather()
-            self._weights.release(layout.holders())
+            self._weights.release(holders)
+
+    def _holders(self, layout: StageLayout) -> Holders:
+        return layout.holders() | dict.fromkeys(self._borrowed, frozenset(range(self.axis.size)))
 
     # --- the first call of a signature --------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call, like: StageLayout | None = None) -> StageLayout:
-        """Find how to divide such calls, at the cuts of `like` if given, and verify it. All weights are here then."""
+    def _prepare(self, forward: Forward, call: Call, known: Sequence[StageLayout] = ()) -> StageLayout:
+        """Find how to divide such calls, at the cuts of those `known`, and verify it. All weights are here then."""
         refuse_for_stages(self.denoiser)
         refuse_untrusted(self.denoiser, self.verifications, f"stage={self.axis.size}", "use stage=1")
         before = self._watched.now()
         if self._weights is None:
             self._weights, self._hooks = self._divided(), BlockHooks(self.denoiser)
+            self._borrowed = borrowed_blocks(self.denoiser, self.beside)
         try:
             self._weights.gather()
         except PlanError as error:
@@ -165,7 +172,7 @@ class StagedDenoiser:
                 f"{error}; or use weights=hosted: the first call of a form runs the whole network"
             ) from error
         try:
-            return self._found(forward, call, like)
+            return self._found(forward, call, known)
         except BaseException:
             if not self._layouts:
                 self.restore()
@@ -178,7 +185,7 @@ class StagedDenoiser:
             return HostedStageWeights(self.hosted, self.axis)
         return StageWeights(self.denoiser, self.comm, self.axis)
 
-    def _found(self, forward: Forward, call: Call, like: StageLayout | None) -> StageLayout:
+    def _found(self, forward: Forward, call: Call, known: Sequence[StageLayout]) -> StageLayout:
         assert self._weights is not None
         own, recorder = self._copied(call), Recorder(self.denoiser)
         before = held_by(own), written(own)
@@ -186,7 +193,7 @@ class StagedDenoiser:
         refuse_kept_state(self.denoiser, wanted, before, own)
         plain = partial(self._plain, forward, call)
         search = self.find_cuts(self.denoiser, plain, recorder.calls, wanted)
-        layout = self._searched(search, plain) if like is None else self._alike(search, like)
+        layout = self._alike(search, known) if known else self._searched(search, plain)
         self._check_same(layout)
         if self.verifications is not None:
             device, size = self.comm.transport.device, self.axis.size
@@ -203,11 +210,11 @@ class StagedDenoiser:
         search.seconds = seconds_of_blocks(plain, self.together)
         return search.layout(self.axis.size)
 
-    def _alike(self, search: CutSearch, like: StageLayout) -> StageLayout:
-        """Return the division at the cuts of another, so that each stage goes on with the weights it has."""
-        is_alike = [call.path for call in search.calls] == like.paths
-        layout = search.layout_at(like.cuts) if is_alike else None
-        if layout is None:
+    def _alike(self, search: CutSearch, known: Sequence[StageLayout]) -> StageLayout:
+        """Return the division at the cuts of those known, so that each stage goes on with the weights it has."""
+        is_alike = [call.path for call in search.calls] == known[0].paths
+        layout = search.layout_at(known[0].cuts) if is_alike else None
+        if layout is None or not all(map(layout.begins_as, known)):
             raise UnsupportedModel(
                 f"{type(self.denoiser).__name__} runs other blocks, or reads more of them, where its arguments have "
                 "the same shapes and other values, which stages would hold other weights for: use stage=1, and patch"

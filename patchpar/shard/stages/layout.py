@@ -34,9 +34,20 @@ class StageLayout:
     output: OutputStructure
 
     @property
-    def given(self) -> Given:
-        """What the first block that only one stage runs is given: every stage knows it, before it receives anything."""
-        return self.calls[self.first].given
+    def given(self) -> tuple[Given, ...]:
+        """What blocks are given that only one stage runs, each once."""
+        return tuple(dict.fromkeys(call.given for call in self.calls[self.first :]))
+
+    def is_between_messages(self, number: int) -> bool:
+        """Whether at this call each message between stages has arrived, or is not yet waited for."""
+        return all(cut <= number or min(calls) >= number for cut, calls in zip(self.cuts, self.carried, strict=True))
+
+    def begins_as(self, other: "StageLayout") -> bool:
+        """Whether calls of the two, with the same cuts, send the same until they differ in what a block is given."""
+        pairs = enumerate(zip(self.calls, other.calls, strict=True))
+        differs = next((number for number, (own, its) in pairs if own.given != its.given), len(self.calls))
+        before = sum(cut <= differs for cut in self.cuts)
+        return self.carried[:before] == other.carried[:before] and self.is_between_messages(differs)
 
     @property
     def paths(self) -> list[str]:

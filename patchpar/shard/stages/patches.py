@@ -139,7 +139,7 @@ class StagedPatches:
         (comm, axis), patches = self.stages.mesh, self.patched.mesh[1].size
         strategy = self.patched.policy.name
         split: dict[str, Any] = {"stages": axis.size, "cuts": str(layout), "patches": patches, "strategy": strategy}
-        split["tokens"] = str([each for each in layout.given if isinstance(each, int)])
+        split["tokens"] = str([each for given in layout.given for each in given if isinstance(each, int)])
         facts = facts_of(self.denoiser, comm.transport.device, call, **split)
         what = f"{type(self.denoiser).__name__} in {axis.size} stages of {patches} patches ({layout})"
         compare = partial(self._compared, layout, forward, call, wanted)

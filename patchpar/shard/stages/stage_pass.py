@@ -1,6 +1,6 @@
 """One call of a denoiser on one stage: which blocks run here, what is received for the others, what is sent."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,26 +10,30 @@ from patchpar.comm.transport import Messages, Work
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.stages.block_hooks import GivenTo, Run, given_to
 from patchpar.shard.stages.block_outputs import OutputStructure, Placeholders
-from patchpar.shard.stages.layout import Given, StageLayout
+from patchpar.shard.stages.layout import StageLayout
 
 KIND, OUTPUT = "stage", "prediction"  # in statistics: what goes to the next stage, and from the last one to all
 
 
 class OtherShapes(UnsupportedModel):
-    """Blocks are given tensors of shapes that are not those of any layout; raised on all stages, with nothing sent."""
+    """Blocks are given tensors of shapes that are not those of any layout; raised on all stages at the same block.
+
+    What was sent before has arrived.
+    """
 
 
 class StagePass:
     """Called for each block call of one pass. `alone`: stages receive zeros, a negative control.
 
-    `layouts`: by what the first block that only one stage runs is given, all with the same cuts; `given` finds that.
+    `layouts`: those of calls whose arguments have the same shapes, all with the same cuts. Which of them it is shows
+    in what blocks are given, `given` of each: every stage sees that at each block, which it runs or not.
     `name`: of the pass, in errors, where a denoiser call has several.
     """
 
     def __init__(
         self,
         mesh: AxisComm,
-        layouts: Mapping[Given, StageLayout],
+        layouts: Sequence[StageLayout],
         placeholders: Placeholders,
         name: str = "",
         *,
@@ -38,7 +42,7 @@ class StagePass:
     ) -> None:
         (self._comm, self._axis), self._layouts, self._alone = mesh, layouts, alone
         self._given = given
-        self._layout = layout = next(iter(layouts.values()))
+        self._layout = layout = layouts[0]
         self._suffix = f", {name}" if name else ""
         self._arriving: Work[Messages] | None = None
         self._placeholders, self._own = placeholders, layout.own_calls(self._axis.rank)
@@ -48,13 +52,12 @@ class StagePass:
 
     def __call__(self, number: int, path: str, run: Run) -> Any:
         """Return the output of a block. Raises OtherShapes, UnsupportedModel, ExchangeError."""
-        if number == self._layout.first:
-            self._choose(self._given(run))
-        layout = self._layout
-        if number >= len(layout.calls) or layout.calls[number].path != path:
+        calls = self._layout.calls
+        if number >= len(calls) or calls[number].path != path:
             raise self._otherwise(f"calls {path} as block {number}")
-        if number < layout.first:
+        if number < self._layout.first:
             return run()
+        layout = self._layout = self._chosen(number, path, run)
         form = layout.calls[number].form
         if number in self._own:
             output = run()
@@ -66,14 +69,20 @@ class StagePass:
             return form.received(self._received(number))
         return self._placeholders.output(form)
 
-    def _choose(self, given: Given) -> None:
-        """Go on with the layout of such calls. Arguments of the same shapes may give blocks another number of tokens.
+    def _chosen(self, number: int, path: str, run: Run) -> StageLayout:
+        """Return a layout of such calls. Arguments of the same shapes may give blocks another number of tokens.
 
         As many as a mask says, where the network leaves out what it masks.
         """
-        if given not in self._layouts:
-            raise OtherShapes(str(self._otherwise(f"gives {self._layout.paths[self._layout.first]} other shapes")))
-        self._layout = self._layouts[given]
+        given = self._given(run)
+        self._layouts = [each for each in self._layouts if each.calls[number].given == given]
+        if self._layouts:
+            return self._layouts[0]
+        refusal = self._otherwise(f"gives {path} other shapes")
+        if not self._layout.is_between_messages(number):
+            raise refusal
+        self.wait()
+        raise OtherShapes(str(refusal))
 
     def _otherwise(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(

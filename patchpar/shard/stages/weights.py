@@ -1,6 +1,6 @@
 """The weights of blocks that other stages run: NaN here, while released, and sent back bit for bit by their holders."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -11,12 +11,19 @@ from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import uncounted
 from patchpar.shard.weights.left_whole import say_what_stays_whole
-from patchpar.shard.weights.packed import PackedBlock, packed_blocks
+from patchpar.shard.weights.packed import PackedBlock, blocks_of, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import refuse_whole
 
 KIND = "weights"
 Holders = Mapping[str, frozenset[int]]  # stages that run a block, by its path
+
+
+def borrowed_blocks(network: nn.Module, others: Iterable[object]) -> frozenset[str]:
+    """Return the paths of blocks that one of the other objects, if it is a network, has as well, or a part of them."""
+    networks = [each for each in others if isinstance(each, nn.Module) and each is not network]
+    theirs = {module for each in networks for module in each.modules()}
+    return frozenset(path for path, block in blocks_of(network).items() if not theirs.isdisjoint(block.modules()))
 
 
 class StageWeights:

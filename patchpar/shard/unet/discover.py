@@ -15,7 +15,7 @@ exchange in one round.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -180,7 +180,8 @@ def _probed(
     """Return the size, the observations of two runs, and the arguments that had to be resized with the latent.
 
     The size is the smallest that the denoiser runs at and that leaves LEAST_ROWS everywhere, if one does. Resizing
-    arguments is tried where the denoiser runs at no size without. Raises UnsupportedModel.
+    arguments is tried where the denoiser runs at no size without. Raises UnsupportedModel, and what the denoiser raises
+    at the size of the call.
     """
     failed: Exception | None = None
     for beside in dict.fromkeys([(), as_large_as_the_latent(args, kwargs)]):
@@ -196,6 +197,8 @@ def _probed(
                 continue
             if size == PROBE_SIZES[-1] or all(shape[-2] >= LEAST_ROWS for shape in first.convs.values()):
                 return size, first, second, beside
+    with suppress(torch.OutOfMemoryError):  # of one device, which the split would have spared
+        forward(*args, **kwargs)  # latents of a wrong shape, say: the denoiser's own error says more
     raise UnsupportedModel(
         f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
         f"latent is as large as the image ({failed}): use plan cfg=2 or data=N"

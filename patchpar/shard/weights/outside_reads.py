@@ -31,16 +31,20 @@ def keep_what_is_read_outside(
         axis = weights.axis if together is None else together
         if weights.comm.transport.device.type == "meta":  # nothing can be found without values
             weights.record(run)
-        elif candidates and _is_read_outside(weights, run, candidates, axis):
-            weights.record(run)  # a call that fails anyhow says nothing of weights
-            found = _narrowed(weights, run, candidates, axis)
+        else:
+            # Again until nothing is found: where a block gives out its weight, the one after it in that slot is found.
+            while candidates and _is_read_outside(weights, run, candidates, axis):
+                weights.record(run)  # a call that fails anyhow says nothing of weights
+                more = _narrowed(weights, run, candidates, axis)
+                weights.settle()
+                for index in more:
+                    weights.keep_whole(index)
+                found, candidates = [*found, *more], weights.in_slots
         weights.settle()
-        for index in found:
-            weights.keep_whole(index)
         if found:
             weights.record(run)
     weights.forget_order()
-    names = [weights.blocks[index].name for index in found]
+    names = [weights.blocks[index].name for index in sorted(found)]
     if names and weights.axis.rank == 0:
         kind = type(weights.network).__name__
         log.warning("%s: code outside %s reads their weights, so they stay whole", kind, ", ".join(names))
@@ -56,11 +60,11 @@ def _is_read_outside(weights: ShardedWeights, run: Callable[[], Any], group: lis
 
 
 def _narrowed(weights: ShardedWeights, run: Callable[[], Any], group: list[int], axis: Axis) -> list[int]:
-    """Return those of a group that are read outside, of which at least one is."""
+    """Return those of a group that are read outside, of which at least one is; all if no part of it shows which."""
     if len(group) == 1:
         return group
     half, found = len(group) // 2, list[int]()
     for part in (group[:half], group[half:]):
         if _is_read_outside(weights, run, part, axis):
             found += _narrowed(weights, run, part, axis)
-    return found
+    return found or group

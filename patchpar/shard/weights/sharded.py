@@ -204,9 +204,12 @@ class ShardedWeights:
         self._start_next(index)
 
     def _start_next(self, index: int) -> None:
-        """Start to gather the block that ran after this one in the last call, if its slot is free."""
+        """Start to gather the block that ran after this one in the last call, if its slot is free.
+
+        Not in a search, where it would bring back weights that are to be missing.
+        """
         following = self._next.get(index)
-        if following is None or following not in self._hooks:
+        if following is None or following not in self._hooks or self._away:
             return
         slot = self._slot[following]
         in_use = slot in self._pending or slot in map(self._slot.__getitem__, (index, *self._active))

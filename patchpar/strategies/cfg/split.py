@@ -278,7 +278,7 @@ class GuidanceSplit:
 
     def _form_of_call(self, sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         if self.rounds is not None:  # what is verified again at the first call of its form runs blocks more than once
-            return (call_signature((args, kwargs)),)
+            return (str(call_signature((args, kwargs))),)  # a text: before torch 2.8 what it has of a tree has no hash
         flags = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
         return len(args), flags, tuple(TensorSpec.of(x) for x in tensors_in(sample))
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.info import images_each
+from patchpar.shard.generators import refuse_shared
 from patchpar.strategies.data.control_images import divided_conditions, listed_by_condition
 from patchpar.strategies.data.known_pipelines import (
     CONTROLS,
@@ -97,6 +98,10 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int, pipe: Any = None
     """
     part, by_condition = PromptSlice.of(kwargs, rank, size), listed_by_condition(pipe, kwargs)
     _refuse_sizes_in_turn(pipe, kwargs)
+    generators = kwargs.get("generator")
+    if isinstance(generators, list):
+        parts = [PromptSlice.of(kwargs, each, size).rows(len(generators)) for each in range(size)]
+        refuse_shared(generators, parts)
 
     def divided(name: str, value: Any) -> Any:
         if name == "batch_size" and value == part.total:

@@ -43,8 +43,8 @@ class MediaFeed:
 
     @property
     def address(self) -> str:
-        """Path on a server of several streams."""
-        return f"/live/{self.name}"
+        """Path from a page that shows several streams: a proxy may have that page under a path of its own."""
+        return f"live/{self.name}"
 
     def close(self) -> None:
         """End the feed."""

@@ -72,4 +72,4 @@ class FramePlayer:
     def _next(self) -> Tensor | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_over)
-            return self._waiting.popleft() if self._waiting and not self._drops else None
+            return self._waiting.popleft() if self._waiting else None

@@ -22,6 +22,7 @@ from patchpar.plan.json_files import object_of
 from patchpar.stream.audio.pcm_pipe import RATES, PcmFormat
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
+from patchpar.stream.web.server import trusted
 
 if TYPE_CHECKING:
     from patchpar.stream.web.webrtc import RtcPeers
@@ -110,7 +111,7 @@ def _add_camera(app: FastAPI, camera: PageCamera) -> None:
 
 def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageInputs) -> FastAPI:
     app = FastAPI(title="patchpar stream", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=trusted(names))
     text = Path(__file__).with_name("watch.html").read_text(encoding="utf-8")
     text = text.replace("{{kind}}", kind).replace("{{inputs}}", inputs.names)
 

@@ -12,6 +12,8 @@ from patchpar.errors import LaunchError, PlanError
 
 HOME = "127.0.0.1"
 START_SECONDS, STOP_SECONDS = 30.0, 10.0
+OTHER_MACHINE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""Errors of an address that is none of this machine: the second one of IPv6, where it is switched off."""
 REFUSED = "ASGI callable returned without completing handshake."
 """What uvicorn logs as an error where a WebSocket was refused with a response of its own."""
 
@@ -32,16 +34,34 @@ def names_of(host: str) -> list[str]:
     return [*dict.fromkeys(("localhost", HOME, "[::1]", own))] if is_local(host) else ["*"]
 
 
+def trusted(names: list[str]) -> list[str]:
+    """Return `names` for TrustedHostMiddleware: older versions of starlette read "[" as the name in `[::1]:7860`."""
+    return [*names, "["]
+
+
 def _is_news(record: logging.LogRecord) -> bool:
     return record.getMessage() != REFUSED
 
 
 def _way_out(error: OSError | UnicodeError, flag: str) -> str:
     """Return what is wrong with an address, and whether another port helps, by the option `flag`."""
-    if isinstance(error, (UnicodeError, socket.gaierror)) or error.errno == errno.EADDRNOTAVAIL:
+    if isinstance(error, (UnicodeError, socket.gaierror)) or error.errno in OTHER_MACHINE:
         reason = getattr(error, "strerror", None) or "it is no name of a machine"
         return f"{reason}; choose an address of this machine with --host, such as {HOME}, or 0.0.0.0 for all of them"
     return f"{error.strerror}; choose another port with {flag}, or {flag} 0 for any free port"
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises OSError, also on a machine without IPv6, and UnicodeError."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen()
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def check_port(port: int, flag: str) -> None:
@@ -59,13 +79,9 @@ class WebServer:
     def __init__(self, host: str, port: int, flag: str) -> None:
         check_port(port, flag)
         self._host = host
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((host, port))
-            self._socket.listen()
+            self._socket = _listening(host, port)
         except (OSError, UnicodeError) as error:
-            self._socket.close()
             raise PlanError(f"{host}:{port} cannot be used: {_way_out(error, flag)}") from error
         self._server: Any = None
         self._thread: threading.Thread | None = None

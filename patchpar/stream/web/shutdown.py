@@ -114,16 +114,18 @@ def exit_code(ending: BaseException) -> int:
 def abandon_computation(code: int, number: int | None = None) -> NoReturn:
     """Exit with `code`, whatever threads compute. `number`: of the signal, unless the code says it."""
     stderr, sentence = sys.stderr, ended_by(code - 128 if number is None else number)
-    if stderr is not None:  # None: it was closed before the command
-        cursor = SHOW_CURSOR if stderr.isatty() else ""
-        stderr.write(f"{cursor}\n{sentence}, in the middle of a computation\n")
-        stderr.flush()
-    os._exit(code)
+    try:
+        if stderr is not None:  # None: it was closed before the command
+            cursor = SHOW_CURSOR if stderr.isatty() else ""
+            stderr.write(f"{cursor}\n{sentence}, in the middle of a computation\n")
+            stderr.flush()
+    finally:  # also where nobody reads it any more, as with `2>&1 | tee`, which ctrl-C ends first
+        os._exit(code)
 
 
 def ended_by(number: int) -> str:
-    """Return the sentence about a command that signal `number` has ended."""
-    return f"ended by {signal.Signals(number).name}"
+    """Return the sentence about a command that signal `number` has ended; it may be none, after another exit."""
+    return f"ended by {signal.Signals(number).name}" if number in set(signal.Signals) else "ended"
 
 
 def _watch(read: int, left: threading.Event) -> None:

@@ -3,7 +3,9 @@
 Nor are those of another machine, whose devices have the same names in torch: a home folder may be that of several.
 """
 
-from collections.abc import Sequence
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,16 +43,38 @@ class KeptMachines:
             )
         return found
 
+    def check_can_keep(self) -> None:
+        """Raise PlanError if no measurement can be kept."""
+        with self._refusing():
+            self.files.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.files.folder):
+                pass
+
     def keep(self, devices: Sequence[str], machine: MeasuredMachine) -> None:
-        """Keep a measurement, in the place of the last one of these devices."""
+        """Keep a measurement, in the place of the last one of these devices. Raises PlanError if it cannot be."""
         facts = _facts(devices)
-        self.files.remember(self.files.key(facts), facts, machine=asdict(machine))
+        with self._refusing():
+            self.files.store(self.files.key(facts), facts, machine=asdict(machine))
 
     def scale(self, devices: Sequence[str], factor: float) -> None:
-        """Multiply the seconds of kernels of a kept measurement, which real calls have shown to be wrong."""
+        """Multiply the seconds of kernels of a kept measurement, which real calls have shown to be wrong.
+
+        It stays as it is where it cannot be written: the calls themselves have not failed.
+        """
         found = self.find(devices)
         if found is not None:
-            self.keep(devices, found.scaled(factor))
+            with contextlib.suppress(PlanError):
+                self.keep(devices, found.scaled(factor))
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PlanError(
+                f"cannot keep figures in {self.files.folder}: {error.strerror}; they are kept in the home folder: make "
+                "room there, or set HOME to a folder that can be written, here and for calls that use them"
+            ) from error
 
 
 def _facts(devices: Sequence[str]) -> dict[str, Any]:

@@ -43,8 +43,12 @@ class TuneResult:
 
 
 def tune(devices: Sequence[str], dtype: str, kept: KeptMachines | None = None) -> TuneResult:
-    """Measure these devices, and keep the figures unless other processes are too busy. Raises LaunchError."""
+    """Measure these devices, and keep the figures unless other processes are too busy.
+
+    Raises LaunchError, and PlanError where figures cannot be kept.
+    """
     kept = kept or KeptMachines.in_home()
+    kept.check_can_keep()
     before = kept.find(devices)
     calls = CALLS_ON_CPU if "cpu" in devices else CALLS
     with LocalExecutor(devices, ENGINE, preload=[ENGINE.partition(":")[0]]) as ranks:
