@@ -45,13 +45,14 @@ log = logging.getLogger(__name__)
 
 
 class ImageGenerator:
-    """One pipeline, of images or videos. `ranks`: which of them are free, busy or lost."""
+    """One pipeline, of images or videos. `ranks`: which of them are free, busy or lost. `scheduler`: its own."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.pings = RankPings(self._ping, len(served.devices))
         self.ranks = RankPool(len(served.devices), self._slow_ranks, self.pings)
         self.task: PipelineTask | None = None
+        self.scheduler: Any = None
         self.loras = LoraRegistry()
         self._is_warm = self.can_batch = False
         self.why_no_decoder = ""  # of partial images
@@ -109,6 +110,7 @@ class ImageGenerator:
         pipe.set_progress_bar_config(disable=True)
         for lora in self.served.loras:
             self.loras.load(lora, pipe)
+        self.scheduler = getattr(pipe, "scheduler", None)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
             self._tokens(ANY_PROMPT)

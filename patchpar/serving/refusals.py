@@ -1,5 +1,10 @@
-"""Refusals of a server that does not accept requests now, or not those of other models."""
+"""Refusals of a server that does not accept requests now, or not those of other models, and of steps."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from patchpar.pipeline.refused_steps import refusal_of_steps
 from patchpar.serving.request_error import RequestError
 
 RETRY_SECONDS = 5
@@ -26,3 +31,15 @@ def check_name(name: str, served: str) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+@contextmanager
+def refused_steps_named(scheduler: Any, steps: int | None) -> Iterator[None]:
+    """Context of a call of so many steps. Raises RequestError, 400, where the pipeline's scheduler refuses them."""
+    try:
+        yield
+    except Exception as error:
+        if refusal := refusal_of_steps(scheduler, steps, error):
+            name = "num_inference_steps"
+            raise RequestError(f"{name}={steps}: {refusal}: use another number", param=name) from error
+        raise
