@@ -15,7 +15,7 @@ from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.task import RequestedTask, purpose_of
-from patchpar.pipeline.refused_steps import refusal_of_steps
+from patchpar.pipeline.refused_calls import refusal_of_steps
 
 R = TypeVar("R")
 

@@ -134,7 +134,7 @@ class ImageGenerator:
     def _batches_are_equal(self, job: Job, ranks: tuple[int, ...]) -> bool:
         """Return whether two images of one call are those made alone, within BOUND; the log says why not."""
         arguments, size = warm_up_arguments(self.description, self.served.plan)
-        if "image" in arguments or self.makes_videos:
+        if "image" in arguments or "prompt" not in arguments or self.makes_videos:
             return False
 
         def made(arguments: Mapping[str, Any]) -> Any:
@@ -181,7 +181,7 @@ class ImageGenerator:
         """
         plan = call.plan_of(self.served)
         kept = job.kept = job.kept or UnfinishedCall()
-        tokens = self._tokens(call.arguments["prompt"])
+        tokens = self._tokens(call.arguments.get("prompt", ""))
         with self.ranks.taken(self._count(job, plan)) as ranks:
             for number in range(len(kept.done), call.count):
                 latents = PartialImages(

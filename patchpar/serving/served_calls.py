@@ -14,7 +14,7 @@ from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.partial_images import ImageFigures
-from patchpar.serving.refusals import refused_steps_named
+from patchpar.serving.refusals import refused_calls_named
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.scheduler import check_not_late
 from patchpar.serving.scheduling.learnt_costs import LearntCosts
@@ -93,7 +93,7 @@ class ServedCalls:
     def _run(self, job: Job, generate: Callable[[], T]) -> T:
         steps = job.source.call.arguments.get(STEPS)
         try:
-            with refused_steps_named(self._generator.scheduler, steps):
+            with refused_calls_named(self._generator.scheduler, steps):
                 return generate()
         except Suspended:
             self._metrics.observe_suspension()
