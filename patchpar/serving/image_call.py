@@ -13,7 +13,7 @@ from patchpar.plan.plan import Plan
 from patchpar.serving.image_encoding import MOST_SIDE
 from patchpar.serving.image_request import OutputFormat
 from patchpar.serving.lora_registry import LoraRegistry
-from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.pipeline_fields import PipelineFields, field_of
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
@@ -262,7 +262,7 @@ class CallRules:
             if isinstance(plan, Plan):
                 check_plan_for(self.model, plan, arguments, self.served.devices)
         except PlanError as error:
-            raise RequestError(str(error)) from None
+            raise RequestError(str(error), param=field_of(str(error))) from None
 
 
 def takes_prompt(model: PipelineInfo) -> bool:

@@ -90,6 +90,14 @@ def test_what_diffusers_refuses(name: str, fields: dict[str, Any], param: str, t
         assert text in error["message"]
 
 
+def test_a_strength_that_leaves_no_step_is_named() -> None:
+    with served("sd_img2img") as client:
+        form, files = {"prompt": "a fox", "strength": "0.01"}, {"image": ("a.png", png((64, 64)), "image/png")}
+        error = error_of(client.post("/v1/images/edits", data=form, files=files), 400)
+        assert error["param"] == "strength"
+        assert "no denoising step is left" in error["message"]
+
+
 def test_diffusers_refuses_on_workers_too() -> None:
     with (
         ParallelPipeline(build("ltx").pipe, devices="cpu:2", plan="patch=2") as pipe,
