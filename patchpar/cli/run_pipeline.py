@@ -14,8 +14,8 @@ from patchpar.cli.output_files import full_disk_named
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, PlanError
+from patchpar.models.refused_calls import refusal_of_steps
 from patchpar.models.task import RequestedTask, purpose_of
-from patchpar.pipeline.refused_calls import refusal_of_steps
 
 R = TypeVar("R")
 

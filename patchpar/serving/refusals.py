@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from patchpar.pipeline.refused_calls import refusal_by_diffusers, refusal_of_steps
+from patchpar.models.refused_calls import refusal_by_diffusers, refusal_of_steps
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from patchpar import ParallelPipeline, PlanError
+from patchpar.models.refused_calls import refusal_by_diffusers
 from patchpar.models.task import purpose_of
-from patchpar.pipeline.refused_calls import refusal_by_diffusers
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.served_task import check_task

@@ -22,13 +22,13 @@ def refusal_of_steps(scheduler: Any, steps: int | None, error: Exception) -> str
     """
     if steps is None or isinstance(error, PatchparError) or not hasattr(scheduler, "set_timesteps"):
         return ""
-    reason = _said_of(copy.deepcopy(scheduler), steps)
+    reason = _reason_against(copy.deepcopy(scheduler), steps)
     if not reason or reason not in str(error):
         return ""
     return f"{type(scheduler).__name__}, the scheduler of this model, refuses it ({reason.splitlines()[0].rstrip('.')})"
 
 
-def _said_of(scheduler: Any, steps: int) -> str:
+def _reason_against(scheduler: Any, steps: int) -> str:
     """Return what a scheduler says of a number of steps; empty if it takes it."""
     try:
         scheduler.set_timesteps(steps)
