@@ -14,34 +14,22 @@ from patchpar.cli.output_files import full_disk_named
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError, PlanError
+from patchpar.models.refused_calls import refusal_of_steps
 from patchpar.models.task import RequestedTask, purpose_of
 
 R = TypeVar("R")
 
 
 @contextmanager
-def sampling_in(pipe: Any, steps: int | None) -> Iterator[None]:
-    """Context of a call with `--steps`. Raises PlanError in place of the error of a scheduler that refuses them."""
+def sampling_in(pipe: Any, *steps: int | None) -> Iterator[None]:
+    """Context of calls with these `--steps`. Raises PlanError in place of the error of a scheduler that refuses one."""
     try:
         yield
     except Exception as error:
-        scheduler = getattr(pipe, "scheduler", None) if steps and not isinstance(error, PatchparError) else None
-        reason = _refusal_of(scheduler, steps) if scheduler is not None else ""
-        if not reason or reason not in str(error):
-            raise
-        raise PlanError(
-            f"--steps {steps}: {type(scheduler).__name__}, the scheduler of this model, refuses it "
-            f"({reason.splitlines()[0].rstrip('.')}): use another number, or another --scheduler"
-        ) from error
-
-
-def _refusal_of(scheduler: Any, steps: int | None) -> str:
-    """Return what a scheduler says of a number of steps; empty if it takes it."""
-    try:
-        scheduler.set_timesteps(steps)
-    except Exception as refusal:  # noqa: BLE001 - theirs are of any type
-        return str(refusal)
-    return ""
+        for each in steps if not isinstance(error, PatchparError) else ():
+            if refusal := refusal_of_steps(getattr(pipe, "scheduler", None), each, error):
+                raise PlanError(f"--steps {each}: {refusal}: use another number, or another --scheduler") from error
+        raise
 
 
 def report_run(request: ModelFlags, run: Any, outputs: Sequence[Path], lines: Sequence[str], **figures: Any) -> None:

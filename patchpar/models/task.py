@@ -38,13 +38,14 @@ class PipelineTask:
     """A pipeline's class and the signature of its call. `product`: its kind of output, "" if unknown.
 
     `parameters`: the arguments of its call with their defaults (None if there is none). `begins_with`: the required
-    input, "image" or "video"; "" if it needs none.
+    input, "image" or "video"; "" if it needs none. `needs`: what else has no default, beside the prompt and a mask.
     """
 
     pipeline: str
     product: Product = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     begins_with: str = ""
+    needs: tuple[str, ...] = ()
 
     @property
     def needs_mask(self) -> bool:
@@ -71,6 +72,7 @@ def purpose_of(pipeline: str) -> PipelineTask | None:
         product=_product_of(module, file),
         parameters=parameters,
         begins_with=begins_with[0] if begins_with else "",
+        needs=tuple(name for name in required if name not in (*BEGINS_WITH, "prompt", "mask_image")),
     )
 
 

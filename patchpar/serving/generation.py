@@ -45,13 +45,14 @@ log = logging.getLogger(__name__)
 
 
 class ImageGenerator:
-    """One pipeline, of images or videos. `ranks`: which of them are free, busy or lost."""
+    """One pipeline, of images or videos. `ranks`: which of them are free, busy or lost. `scheduler`: its own."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.pings = RankPings(self._ping, len(served.devices))
         self.ranks = RankPool(len(served.devices), self._slow_ranks, self.pings)
         self.task: PipelineTask | None = None
+        self.scheduler: Any = None
         self.loras = LoraRegistry()
         self._is_warm = self.can_batch = False
         self.why_no_decoder = ""  # of partial images
@@ -109,6 +110,7 @@ class ImageGenerator:
         pipe.set_progress_bar_config(disable=True)
         for lora in self.served.loras:
             self.loras.load(lora, pipe)
+        self.scheduler = getattr(pipe, "scheduler", None)
         self._tokenizer = getattr(pipe, "tokenizer", None)
         try:
             self._tokens(ANY_PROMPT)
@@ -132,7 +134,7 @@ class ImageGenerator:
     def _batches_are_equal(self, job: Job, ranks: tuple[int, ...]) -> bool:
         """Return whether two images of one call are those made alone, within BOUND; the log says why not."""
         arguments, size = warm_up_arguments(self.description, self.served.plan)
-        if "image" in arguments or self.makes_videos:
+        if "image" in arguments or "prompt" not in arguments or self.makes_videos:
             return False
 
         def made(arguments: Mapping[str, Any]) -> Any:
@@ -179,7 +181,7 @@ class ImageGenerator:
         """
         plan = call.plan_of(self.served)
         kept = job.kept = job.kept or UnfinishedCall()
-        tokens = self._tokens(call.arguments["prompt"])
+        tokens = self._tokens(call.arguments.get("prompt", ""))
         with self.ranks.taken(self._count(job, plan)) as ranks:
             for number in range(len(kept.done), call.count):
                 latents = PartialImages(

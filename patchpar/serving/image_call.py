@@ -13,7 +13,7 @@ from patchpar.plan.plan import Plan
 from patchpar.serving.image_encoding import MOST_SIDE
 from patchpar.serving.image_request import OutputFormat
 from patchpar.serving.lora_registry import LoraRegistry
-from patchpar.serving.pipeline_fields import PipelineFields
+from patchpar.serving.pipeline_fields import PipelineFields, field_of
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel
@@ -95,7 +95,8 @@ class CallRules:
         """
         self._check_counts(request)
         self._check_degree(request)
-        arguments = {"prompt": request.prompt, **self._passed_on(request), **extra}
+        prompt = {"prompt": request.prompt} if takes_prompt(self.model) else {}
+        arguments = {**prompt, **self._passed_on(request), **extra}
         sides = self._sides(request)
         if uploads.images:
             arguments |= with_uploads(self.model, sides, uploads)
@@ -106,7 +107,7 @@ class CallRules:
             size = self.model.size(arguments)
         if size is None:
             raise RequestError("this model has no size of its own: give size", param="size", code="invalid_size")
-        self._check_size(size[1], size[0], is_given=bool(sides) or not uploads.images)
+        self._check_size(size[1], size[0], is_given=bool(sides))
         _check_format(size[1], size[0], getattr(request, "output_format", None) or "png")
         plan = self._plan(request)
         self._check(arguments, self.served.plan if plan is None else plan)
@@ -261,7 +262,12 @@ class CallRules:
             if isinstance(plan, Plan):
                 check_plan_for(self.model, plan, arguments, self.served.devices)
         except PlanError as error:
-            raise RequestError(str(error)) from None
+            raise RequestError(str(error), param=field_of(str(error))) from None
+
+
+def takes_prompt(model: PipelineInfo) -> bool:
+    """Return whether the call of a model has a prompt; else that of requests, which all have one, is ignored."""
+    return "prompt" in model.parameters or model.takes_any
 
 
 def _check_format(width: int, height: int, output_format: OutputFormat) -> None:

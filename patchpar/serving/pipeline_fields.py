@@ -73,6 +73,12 @@ class PipelineFields(BaseModel):
 F = TypeVar("F", bound=PipelineFields)
 
 
+def field_of(message: str) -> str | None:
+    """Return the field that a message of the pipeline begins with, as in "strength=0.01: ..."; None for another one."""
+    name = message.partition("=")[0]
+    return name if name in PipelineFields.model_fields else None
+
+
 def from_json(kind: type[F], body: bytes) -> F:
     """Return the request of a JSON body. Raises RequestError that names the first wrong field."""
     try:

@@ -9,11 +9,12 @@ from patchpar.pipeline.report import Run
 from patchpar.serving.batching import completed
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
-from patchpar.serving.image_call import ImageCall
+from patchpar.serving.image_call import STEPS, ImageCall
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.partial_images import ImageFigures
+from patchpar.serving.refusals import refused_calls_named
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.scheduler import check_not_late
 from patchpar.serving.scheduling.learnt_costs import LearntCosts
@@ -90,8 +91,10 @@ class ServedCalls:
                 self._costs.observe(shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], T]) -> T:
+        steps = job.source.call.arguments.get(STEPS)
         try:
-            return generate()
+            with refused_calls_named(self._generator.scheduler, steps):
+                return generate()
         except Suspended:
             self._metrics.observe_suspension()
             raise

@@ -15,12 +15,17 @@ def check_servable(model: str, options: Mapping[str, Any]) -> None:
 
 
 def check_task(task: PipelineTask | None) -> None:
-    """Raise PlanError for a pipeline that begins with a video, or makes neither images nor videos."""
+    """Raise PlanError for one that begins with a video, needs what no request has, or makes anything else."""
     if task is None:
         return
     if task.begins_with == "video":
         raise PlanError(
             f"this model is a {task.pipeline}, which begins with a video: call it in Python, pipe(prompt, video=frames)"
+        )
+    if task.needs:
+        raise PlanError(
+            f"this model is a {task.pipeline}, whose call needs {' and '.join(task.needs)}, which no request has: "
+            "serve a pipeline that makes them itself, or call it in Python"
         )
     product: Product = "video" if task.product == "video" else "images"
     RequestedTask(verb="serve", product=product, has_image=None).check(task)

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from diffusers import DDIMScheduler
 
 from benchmarks.quality.generation import hash_of
 from benchmarks.quality.known import rows_of_page
@@ -140,6 +141,22 @@ def test_a_plan_that_is_refused_stops_no_other(bench: Any, tmp_path: Path) -> No
     assert [row["plan"] for row in found["rows"]] == ["patch=4,strategy=exact"]
     assert found["refused"] == {"patch=4,strategy=pcpp": "this model is not for pcpp"}
     assert "this model is not for pcpp" in (tmp_path / "out/table.md").read_text()
+
+
+def test_steps_that_the_scheduler_refuses(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence, which names the number among several; what was measured before stays."""
+    submit = FakeBenchPipeline.submit
+
+    def refused(self: Any, **arguments: Any) -> Any:
+        self.scheduler.set_timesteps(arguments["num_inference_steps"])
+        return submit(self, **arguments)
+
+    monkeypatch.setattr(FakeBenchPipeline, "scheduler", DDIMScheduler())
+    monkeypatch.setattr(FakeBenchPipeline, "submit", refused)
+    result = bench("a fox", "--strategy", "exact", "--steps", 3, "--steps", 99999)
+    assert result.exit_code == 2
+    assert "error: --steps 99999: DDIMScheduler, the scheduler of this model, refuses it" in result.stderr
+    assert len((tmp_path / "out/records.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

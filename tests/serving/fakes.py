@@ -60,6 +60,7 @@ class FakeGenerator:
         self.pings = RankPings(self._ping, len(self.served.devices))
         self.ranks = RankPool(len(self.served.devices), answers=self.pings)
         self.task: PipelineTask | None = None
+        self.scheduler: Any = None
         self.loras = LoraRegistry()
         self.pipe: Any = None
         self.makes_videos = self.can_batch = False

@@ -16,6 +16,7 @@ from patchpar.cli.console import FAILURE, friendly_errors, print_json, progress,
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import written_whole
 from patchpar.cli.pipeline_changes import change_pipeline
+from patchpar.cli.run_pipeline import sampling_in
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
 from patchpar.models.size_grid import check_sides
@@ -72,7 +73,8 @@ def _measured(request: BenchFlags, prompts: Sequence[str]) -> BenchResult:
         change_pipeline(pipe, request.lora, request.scheduler)
         runner = BenchRunner(pipe=pipe, devices=devices, call=_call(request), file=file, lpips=lpips, on_image=on_image)
         settings = _settings(request, options, type(pipe.scheduler).__name__)
-        return runner.measure(settings, plans, list(prompts_from(prompts, request.seed)))
+        with sampling_in(pipe, *request.all_steps()):
+            return runner.measure(settings, plans, list(prompts_from(prompts, request.seed)))
 
 
 @contextmanager

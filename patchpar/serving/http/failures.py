@@ -12,6 +12,7 @@ from patchpar.errors import (
 )
 from patchpar.serving.job import Cancelled, Journaled, ServerEnding
 from patchpar.serving.out_of_memory import is_out_of_memory
+from patchpar.serving.pipeline_fields import field_of
 from patchpar.serving.request_error import RequestError
 
 RESTART_SECONDS = 10
@@ -31,7 +32,7 @@ def request_error_of(error: Exception, request_id: str) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, PlanError):
-        return RequestError(str(error))
+        return RequestError(str(error), param=field_of(str(error)))
     if isinstance(error, Cancelled):
         return _cancellation_of(error)
     if is_out_of_memory(error):

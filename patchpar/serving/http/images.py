@@ -16,6 +16,7 @@ from patchpar.serving.http.job_events import events_of
 from patchpar.serving.http.job_outcome import outcome_of, submitted
 from patchpar.serving.http.jobs import job_view
 from patchpar.serving.http.request_body import FormBody, idempotency_key_of, read_body, read_form
+from patchpar.serving.http.warning import warning_of
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
 from patchpar.serving.job_source import QueuedImages
@@ -32,7 +33,6 @@ from patchpar.serving.uploaded_image import (
     checked_aside,
 )
 
-QUALITY_WARNING = '299 patchpar "quality is ignored: give num_inference_steps"'
 IMAGES = ("image", "image[]")
 MASK = "mask"
 GENERATION, EDIT = "image_generation", "image_edit"
@@ -70,10 +70,10 @@ async def _answer(
     queued = await submitted(submit, lambda found: found.job) if uploads.images else submit()
     if wanted.stream:
         request_id = request.scope["state"]["request_id"]
-        return EventStream(_events(wanted, queued, kind, request_id), _warning(service, wanted))
+        return EventStream(_events(wanted, queued, kind, request_id), warning_of(service, wanted))
     done = await outcome_of(queued.job, request)
     content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds, service.files)
-    return JSONResponse(with_whole_links(content, request), headers=_warning(service, wanted))
+    return JSONResponse(with_whole_links(content, request), headers=warning_of(service, wanted))
 
 
 def _is_later(request: Request) -> bool:
@@ -101,7 +101,7 @@ def _later(
         digest=digest,
     )
     return JSONResponse(
-        job_view(service, keep(service, later), request), status_code=202, headers=_warning(service, wanted)
+        job_view(service, keep(service, later), request), status_code=202, headers=warning_of(service, wanted)
     )
 
 
@@ -121,11 +121,6 @@ def rendered(wanted: GenerationRequest, queued: QueuedImages, kind: str, event: 
     """Return an event of a job as a server-sent event. Encodes its image."""
     fields = event_fields(wanted, queued.call, event, kind, queued.job.queued_seconds)
     return event_of(fields["type"], fields)
-
-
-def _warning(service: ImageService, wanted: GenerationRequest) -> dict[str, str] | None:
-    is_used = wanted.quality in service.served.quality_steps and wanted.num_inference_steps is None
-    return None if is_used or wanted.quality in (None, "auto") else {"Warning": QUALITY_WARNING}
 
 
 def _uploads_of(form: FormBody) -> Uploads:

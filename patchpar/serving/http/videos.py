@@ -12,6 +12,7 @@ from patchpar.serving.http.job_outcome import until_ended
 from patchpar.serving.http.jobs import page_of
 from patchpar.serving.http.request_body import FORM, idempotency_key_of, kind_of, read_body, read_form
 from patchpar.serving.http.video_view import video_view
+from patchpar.serving.http.warning import warning_of
 from patchpar.serving.kept_jobs import KeptJob
 from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.request_error import RequestError
@@ -36,7 +37,8 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
     @app.post("/v1/videos")
     async def create(request: Request) -> JSONResponse:
         """Queue a video."""
-        return JSONResponse(video_view(service, await _created(service, request)), headers=_poll())
+        kept = await _created(service, request)
+        return JSONResponse(video_view(service, kept), headers={**_poll(), **warning_of(service, kept.work.request)})
 
     @app.post("/v1/videos/sync")
     async def create_and_wait(request: Request) -> Response:
