@@ -10,6 +10,7 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import nn
 from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
+from patchpar.models.info import PipelineInfo, is_name_of_denoiser, networks_in, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
@@ -104,8 +105,8 @@ class PipelineRunner:
 
     def _use(self, pipe: Any) -> PipelineInfo:
         prepare_pipeline(pipe)
-        self.pipe = pipe
-        return described(pipe)
+        self.pipe, self._described = pipe, described(pipe)
+        return self._described
 
     def apply(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: Any = (), *, everywhere: bool = False
@@ -124,19 +125,27 @@ class PipelineRunner:
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
         with under_autocast(autocast, self.device.type):
             result = done_or_undone(self.pipe, name, method, args, kwargs)
+        found = MethodResult(described=self._described_anew())
         if result is getattr(method, "__self__", self.pipe):
-            return MethodResult(itself=True)
-        return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
+            return replace(found, itself=True)
+        return replace(found, value=result if everywhere else self._sent(f"what {name}() returned", result))
 
-    def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
-        """Set an attribute of the pipeline, or "vae.attribute" of a network; return what changed in its description."""
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> PipelineInfo:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; return the description of the pipeline."""
         owner, _, attribute = name.rpartition(".")
         if self.context.world_size > 1 and is_name_of_denoiser(name):
             refuse_compiled(value)
         if owner or isinstance(value, nn.Module):  # which may replace a hooked module; the next call installs hooks
             self.restore(name.partition(".")[0])
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return set_by_attributes(self.pipe)
+        return self._described_anew() or replace(self._described, **set_by_attributes(self.pipe))
+
+    def _described_anew(self) -> PipelineInfo | None:
+        """Return the description of the pipeline if its networks are others than before."""
+        if networks_in(self.pipe) == self._described.networks:
+            return None
+        self._described = described(self.pipe)
+        return self._described
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """Return an attribute on the first rank, or with `everywhere` on all. Raises UnsupportedModel for a network."""

@@ -217,7 +217,9 @@ class PipelineState:
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        return self.ask(*words, **options)
+        returned: MethodResult = self.ask(*words, **options)
+        self.model = returned.described or self.model
+        return returned
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""

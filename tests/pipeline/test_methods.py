@@ -1,0 +1,60 @@
+"""Methods and attributes that replace networks, or sample: the ranks and their caller are afterwards as in diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderTiny
+from peft import LoraConfig
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from patchpar import ParallelPipeline
+from tests.tiny import build
+
+from .conftest import EXACT, QUICK, generator, relative_error
+
+CALL = {**QUICK, "output_type": "latent"}
+
+
+@pytest.fixture
+def own_plain() -> Iterator[Any]:
+    """A plain pipeline that a test may change."""
+    return build("sdxl").pipe
+
+
+def tiny_vae() -> AutoencoderTiny:
+    widths = {f"{side}_block_out_channels": (8, 8) for side in ("encoder", "decoder")}
+    blocks = {"num_encoder_blocks": (1, 1), "num_decoder_blocks": (1, 1)}
+    return AutoencoderTiny(latent_channels=4, **widths, **blocks).eval()
+
+
+def image_encoder() -> CLIPVisionModelWithProjection:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
+
+
+@pytest.mark.parametrize("registered", [False, True], ids=["set", "registered"])
+def test_a_network_of_another_class(reloaded: ParallelPipeline, registered: bool) -> None:
+    """Its methods can be called, as those of one that was there from the beginning."""
+    before = reloaded.description
+    vae, latents = tiny_vae(), torch.rand(1, 4, 2, 2)
+
+    def put(**networks: Any) -> None:
+        if registered:
+            reloaded.register_modules(**networks)
+            return
+        for name, network in networks.items():
+            setattr(reloaded, name, network)
+
+    try:
+        put(vae=vae, image_encoder=image_encoder(), text_encoder=None)
+        assert repr(reloaded.vae) == "<pipe.vae, a AutoencoderTiny in the workers>"
+        assert torch.equal(reloaded.vae.scale_latents(latents), vae.scale_latents(latents))
+        assert reloaded.image_encoder.config.hidden_size == 8
+        assert reloaded.text_encoder is None
+        assert reloaded.description.latent_channels == 4
+    finally:
+        reloaded._state.model = before
