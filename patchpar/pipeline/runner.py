@@ -34,10 +34,10 @@ from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
-from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
+from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult, RandomState
 from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.rank_connection import RankConnection
-from patchpar.pipeline.rank_random import own_part, random_state, shared_noise, taken_random_state
+from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
@@ -109,12 +109,20 @@ class PipelineRunner:
         return self._described
 
     def apply(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: Any = (), *, everywhere: bool = False
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        autocast: Any = (),
+        *,
+        everywhere: bool = False,
+        random: RandomState | None = None,
     ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
-        `autocast`: see CallOptions. Raises UnsupportedModel for a network, which is not returned, and what it raises.
+        `autocast`, `random`: see CallOptions; all ranks give a new adapter the same random weights.
+        Raises UnsupportedModel for a network, which is not returned, and what it raises.
         """
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
@@ -123,9 +131,10 @@ class PipelineRunner:
         if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < ONE_GRAPH_FOR_ALL:
             unify_processors(method.__self__)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        with under_autocast(autocast, self.device.type):
+        with under_autocast(autocast, self.device.type), MethodRandom(random, self.device) as sampled:
             result = done_or_undone(self.pipe, name, method, args, kwargs)
-        found = MethodResult(described=self._described_anew())
+        states = tuple(each.get_state() for each in generators_of(kwargs, args))
+        found = MethodResult(described=self._described_anew(), generators=states, random=sampled.after)
         if result is getattr(method, "__self__", self.pipe):
             return replace(found, itself=True)
         return replace(found, value=result if everywhere else self._sent(f"what {name}() returned", result))

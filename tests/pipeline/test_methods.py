@@ -1,4 +1,4 @@
-"""Methods and attributes that replace networks, or sample: the ranks and their caller are afterwards as in diffusers."""
+"""Methods and attributes that replace networks, or sample: ranks and caller are afterwards as in diffusers."""
 
 from __future__ import annotations
 
@@ -58,3 +58,36 @@ def test_a_network_of_another_class(reloaded: ParallelPipeline, registered: bool
         assert reloaded.description.latent_channels == 4
     finally:
         reloaded._state.model = before
+
+
+def draw(pipe: Any, *given: Any) -> torch.Tensor:
+    return pipe.prepare_latents(1, 4, 128, 128, torch.float32, torch.device("cpu"), *given)
+
+
+def test_a_method_samples_from_the_callers_generators(parallel: ParallelPipeline, plain: Any) -> None:
+    """Those of torch, and those among its arguments; they go on from where they are afterwards."""
+    found = []
+    for pipe in (plain, parallel):
+        torch.manual_seed(3)
+        given, named = generator(), generator(1)
+        samples = [draw(pipe, None), draw(pipe, given), draw(pipe, given), torch.randn(3)]
+        samples += [pipe.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", generator=named), draw(pipe, [named])]
+        found.append(samples)
+    assert all(torch.equal(want, got) for want, got in zip(*found, strict=True))
+    assert not torch.equal(found[1][1], found[1][2])
+
+
+def test_an_adapter_with_random_weights(reloaded: ParallelPipeline, own_plain: Any) -> None:
+    """They are the same on all ranks, those of a worker that is started later, and those of one process."""
+    reloaded.plan = "cfg=2"
+    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"])
+    for pipe in (own_plain, reloaded):
+        torch.manual_seed(0)
+        pipe.unet.add_adapter(config, adapter_name="random")
+    want = own_plain(**CALL, generator=generator())
+    assert relative_error(reloaded(**CALL, generator=generator()), want) <= EXACT
+    reloaded.release(1)
+    reloaded.take_back(1)
+    assert relative_error(reloaded(**CALL, generator=generator()), want) <= EXACT
+    own_plain.delete_adapters("random")
+    assert relative_error(own_plain(**CALL, generator=generator()), want) > 100 * EXACT
