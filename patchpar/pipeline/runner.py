@@ -27,7 +27,7 @@ from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
-from patchpar.pipeline.caller_values import of_method_on, refuse_networks
+from patchpar.pipeline.caller_values import holds_network, of_method_on, refuse_networks
 from patchpar.pipeline.description import described, set_by_attributes
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.failed_methods import done_or_undone
@@ -39,6 +39,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.state_changes import change_of
 from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
@@ -122,7 +123,7 @@ class PipelineRunner:
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
         `autocast`, `random`: see CallOptions; all ranks give a new adapter the same random weights.
-        Raises UnsupportedModel for a network, which is not returned, and what it raises.
+        Raises UnsupportedModel for a network that is all a method returns, and what the method raises.
         """
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
@@ -137,6 +138,8 @@ class PipelineRunner:
         found = MethodResult(described=self._described_anew(), generators=states, random=sampled.after)
         if result is getattr(method, "__self__", self.pipe):
             return replace(found, itself=True)
+        if not everywhere and change_of(name, (), {}) and holds_network(result):
+            return found  # None: what is changed stays, on ranks that start later too
         return replace(found, value=result if everywhere else self._sent(f"what {name}() returned", result))
 
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> PipelineInfo:

@@ -11,7 +11,8 @@ from diffusers import AutoencoderTiny
 from peft import LoraConfig
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from patchpar import ParallelPipeline
+from patchpar import ParallelPipeline, UnsupportedModel
+from patchpar.pipeline.caller_values import refuse_networks
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, generator, relative_error
@@ -91,3 +92,51 @@ def test_an_adapter_with_random_weights(reloaded: ParallelPipeline, own_plain: A
     assert relative_error(reloaded(**CALL, generator=generator()), want) <= EXACT
     own_plain.delete_adapters("random")
     assert relative_error(own_plain(**CALL, generator=generator()), want) > 100 * EXACT
+
+
+def test_a_method_that_replaces_a_module_and_returns_it(reloaded: ParallelPipeline) -> None:
+    """It is made on all ranks, also those that start later, as others that change networks; nothing comes back."""
+    size = reloaded.text_encoder.config.vocab_size + 3
+    assert reloaded.text_encoder.resize_token_embeddings(size) is None
+    reloaded.release(0)
+    reloaded.take_back(0)
+    assert reloaded.text_encoder.config.vocab_size == size
+    with pytest.raises(UnsupportedModel, match=r"get_input_embeddings\(\) returned is a Embedding"):
+        reloaded.text_encoder.get_input_embeddings()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("register_forward_hook", (print,), "could not remove the hook in the workers"),
+        ("register_forward_pre_hook", (print,), "could not remove the hook in the workers"),
+        ("buffers", (), "do not leave the workers"),
+        ("named_buffers", (), "do not leave the workers"),
+    ],
+)
+def test_methods_of_networks_whose_results_are_of_no_use(
+    parallel: ParallelPipeline, name: str, arguments: Any, words: str
+) -> None:
+    """They are refused before the ranks do anything."""
+    with pytest.raises(UnsupportedModel, match=words):
+        getattr(parallel.unet, name)(*arguments)
+
+
+def test_what_can_be_iterated_once_does_not_leave_a_rank() -> None:
+    with pytest.raises(UnsupportedModel, match="what x returned is a generator that exists in the workers only"):
+        refuse_networks("what x returned", (item for item in ()))
+
+
+def test_a_change_of_a_tokenizer_that_was_read(parallel: ParallelPipeline, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no change of the ranks' own, which is said before the next call; use changes nothing."""
+    before = parallel.tokenizer
+    before("a red house" * 100)
+    parallel(**CALL, generator=generator())
+    assert not caplog.messages
+    before.add_tokens(["<cat>"])
+    parallel(**CALL, generator=generator())
+    (message,) = caplog.messages
+    assert message.startswith("pipe.tokenizer was changed, but what is read is a copy of it")
+    parallel.tokenizer.model_max_length = 5
+    parallel(**CALL, generator=generator())
+    assert len(caplog.messages) == 2
