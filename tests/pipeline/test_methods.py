@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from diffusers import AutoencoderTiny
 from peft import LoraConfig
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from patchpar import ParallelPipeline, UnsupportedModel
+from patchpar import ParallelPipeline, PlanError, UnsupportedModel
 from patchpar.pipeline.caller_values import refuse_networks
 from tests.tiny import build
 
@@ -140,3 +141,9 @@ def test_a_change_of_a_tokenizer_that_was_read(parallel: ParallelPipeline, caplo
     parallel.tokenizer.model_max_length = 5
     parallel(**CALL, generator=generator())
     assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize("dtype", ["auto", "Tensor", 16])
+def test_a_dtype_that_is_none(sdxl_folder: Path, dtype: Any) -> None:
+    with pytest.raises(PlanError, match=f"torch_dtype={dtype!r}: use a dtype of torch or its name"):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:1", torch_dtype=dtype)
