@@ -157,17 +157,12 @@ def describe(pipe: Any) -> PipelineInfo:
         guider_branches=guider_branches(pipe),
         few_steps=few_steps_of(pipe, config),
         known_words=caption_words(path_of(pipe)),
-        networks=networks_in(pipe),
+        networks={
+            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
+            for name, each in pipe.components.items()
+            if hasattr(each, "named_modules")
+        },
     )
-
-
-def networks_in(pipe: Any) -> dict[str, NetworkInfo]:
-    """Return what the networks of a pipeline are, by name."""
-    return {
-        name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
-        for name, each in pipe.components.items()
-        if hasattr(each, "named_modules")
-    }
 
 
 def denoisers_of(pipe: Any) -> dict[str, Any]:

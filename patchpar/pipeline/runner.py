@@ -21,14 +21,14 @@ from torch import nn
 from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.models.info import PipelineInfo, is_name_of_denoiser, networks_in, refuse_compiled
+from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.caller_values import holds_network, of_method_on, refuse_networks
-from patchpar.pipeline.description import described, set_by_attributes
+from patchpar.pipeline.description import described, has_its_networks, set_by_attributes
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
@@ -154,7 +154,7 @@ class PipelineRunner:
 
     def _described_anew(self) -> PipelineInfo | None:
         """Return the description of the pipeline if its networks are others than before."""
-        if networks_in(self.pipe) == self._described.networks:
+        if has_its_networks(self.pipe, self._described):
             return None
         self._described = described(self.pipe)
         return self._described

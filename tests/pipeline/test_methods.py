@@ -62,7 +62,7 @@ def test_a_network_of_another_class(reloaded: ParallelPipeline, registered: bool
         reloaded._state.model = before
 
 
-def draw(pipe: Any, *given: Any) -> torch.Tensor:
+def noise_of(pipe: Any, *given: Any) -> torch.Tensor:
     return pipe.prepare_latents(1, 4, 128, 128, torch.float32, torch.device("cpu"), *given)
 
 
@@ -72,8 +72,8 @@ def test_a_method_samples_from_the_callers_generators(parallel: ParallelPipeline
     for pipe in (plain, parallel):
         torch.manual_seed(3)
         given, named = generator(), generator(1)
-        samples = [draw(pipe, None), draw(pipe, given), draw(pipe, given), torch.randn(3)]
-        samples += [pipe.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", generator=named), draw(pipe, [named])]
+        samples = [noise_of(pipe, None), noise_of(pipe, given), noise_of(pipe, given), torch.randn(3)]
+        samples += [pipe.prepare_latents(1, 4, 64, 64, torch.float32, "cpu", generator=named), noise_of(pipe, [named])]
         found.append(samples)
     assert all(torch.equal(want, got) for want, got in zip(*found, strict=True))
     assert not torch.equal(found[1][1], found[1][2])
