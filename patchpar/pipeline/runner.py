@@ -62,6 +62,7 @@ class PipelineRunner:
         self.context, self.device = context, torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
+        self._described: Any = None  # a PipelineInfo, with the pipeline
         self._installed = InstalledPlan()
         self._installed_for, self._installation = CallOptions(plan=Plan()).to_install, 0
         self._connection = connection or RankConnection(context)
@@ -122,8 +123,7 @@ class PipelineRunner:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
-        `autocast`, `random`: see CallOptions; all ranks give a new adapter the same random weights.
-        Raises UnsupportedModel for a network that is all a method returns, and what the method raises.
+        `autocast`, `random`: see CallOptions. Raises UnsupportedModel for a returned network, and what the method does.
         """
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
@@ -150,14 +150,15 @@ class PipelineRunner:
         if owner or isinstance(value, nn.Module):  # which may replace a hooked module; the next call installs hooks
             self.restore(name.partition(".")[0])
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return self._described_anew() or replace(self._described, **set_by_attributes(self.pipe))
+        anew = self._described_anew(always=isinstance(value, nn.Module))  # which may be of other sizes
+        return anew or replace(self._described, **set_by_attributes(self.pipe))
 
-    def _described_anew(self) -> PipelineInfo | None:
-        """Return the description of the pipeline if its networks are others than before."""
-        if has_its_networks(self.pipe, self._described):
+    def _described_anew(self, *, always: bool = False) -> PipelineInfo | None:
+        """Return the description of the pipeline, or None if its networks are of the same classes as before."""
+        if not always and (self._described is None or has_its_networks(self.pipe, self._described)):
             return None
-        self._described = described(self.pipe)
-        return self._described
+        self._described = found = described(self.pipe)
+        return found
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """Return an attribute on the first rank, or with `everywhere` on all. Raises UnsupportedModel for a network."""

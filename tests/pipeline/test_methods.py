@@ -38,6 +38,20 @@ def image_encoder() -> CLIPVisionModelWithProjection:
     return CLIPVisionModelWithProjection(CLIPVisionConfig(**sizes, image_size=8, patch_size=4)).eval()
 
 
+def test_a_network_of_other_sizes(reloaded: ParallelPipeline, own_plain: Any) -> None:
+    """Of the same class: its rows are divided by its own levels."""
+    before = reloaded.description
+    unet = own_plain.unet
+    levels = [*unet.config.block_out_channels, unet.config.block_out_channels[-1]]
+    kinds = {f"{side}_block_types": [f"{side.title()}Block2D"] * len(levels) for side in ("down", "up")}
+    try:
+        sizes = {"block_out_channels": levels, "transformer_layers_per_block": 1, "attention_head_dim": 4}
+        reloaded.unet = type(unet).from_config({**unet.config, **kinds, **sizes})
+        assert reloaded.description.total_stride == 2 * before.total_stride
+    finally:
+        reloaded._state.model = before
+
+
 @pytest.mark.parametrize("registered", [False, True], ids=["set", "registered"])
 def test_a_network_of_another_class(reloaded: ParallelPipeline, registered: bool) -> None:
     """Its methods can be called, as those of one that was there from the beginning."""
