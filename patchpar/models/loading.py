@@ -33,10 +33,13 @@ def with_dtype(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dtype_of(options: Mapping[str, Any]) -> Any:
-    """Return the dtype in options of from_pretrained; None if there is none."""
+    """Return the dtype in options of from_pretrained, or those by component; None without one. Raises PlanError."""
     given = [options[name] for name in DTYPE_NAMES if options.get(name) is not None]
     dtype = given[-1] if given else None
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, (torch.dtype, Mapping)) and dtype is not None:
+        raise PlanError(f"torch_dtype={dtype!r}: use a dtype of torch or its name, such as 'bfloat16'")
+    return found
 
 
 def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = DiffusionPipeline) -> Any:

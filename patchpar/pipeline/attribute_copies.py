@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 class AttributeCopies:
-    """The latest copy of each part that has a `config` (schedulers, processors of images), and how it was."""
+    """The latest copy of each tokenizer and part with a `config` (schedulers, processors of images), and how it was."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[Any, bytes]] = {}
 
     def note(self, name: str, value: Any) -> None:
         """Keep the copy of an attribute that a script gets."""
-        if isinstance(getattr(value, "config", None), Mapping):
+        if isinstance(getattr(value, "config", None), Mapping) or _is_tokenizer(value):
             self._read[name] = value, _state_of(value)
 
     def forget(self, name: str) -> None:
@@ -40,4 +40,14 @@ class AttributeCopies:
 
 
 def _state_of(value: Any) -> bytes:
-    return described("state", (vars(value),), {})
+    return described("state", (_of_tokenizer(value) if _is_tokenizer(value) else vars(value),), {})
+
+
+def _is_tokenizer(value: Any) -> bool:
+    return hasattr(value, "add_tokens")
+
+
+def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """Return what a script changes of a tokenizer; others of its attributes are notes on its calls."""
+    settings = ("model_max_length", "padding_side", "truncation_side", "special_tokens_map", "chat_template")
+    return {"tokens": len(tokenizer), **{name: getattr(tokenizer, name, None) for name in settings}}

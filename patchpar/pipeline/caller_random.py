@@ -43,9 +43,13 @@ def sampled_seed(kwargs: Mapping[str, Any]) -> int:
 def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:
     """Set the caller's generators and torch's default ones to the states after the call on the ranks."""
     states = [state for result in results if result.output is not None for state in result.generators]
-    for generator, state in zip(generators_of(kwargs), states, strict=False):
+    set_generators(generators_of(kwargs), states, results[0].random)
+
+
+def set_generators(generators: Sequence[Any], states: Sequence[Any], after: RandomState | None) -> None:
+    """Set generators to their states on a rank, and torch's default ones to `after`, if there is one."""
+    for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)
-    after = results[0].random
     if after is None:
         return
     torch = sys.modules["torch"]

@@ -3,7 +3,7 @@
 A caller that is no rank has its tensors on the CPU, or on its own device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusers import DiffusionPipeline
@@ -49,8 +49,8 @@ def _on(own: device, value: Any) -> Any:
 
 
 def refuse_networks(what: str, value: Any) -> None:
-    """Raise UnsupportedModel if a value is a network, or holds one. `what`: its name, for the message."""
-    if any(_holds_network(leaf) for leaf in leaves(value)):
+    """Raise UnsupportedModel if a value is a network or an iterator, or holds one. `what`: its name in the message."""
+    if any(isinstance(leaf, Iterator) or holds_network(leaf) for leaf in leaves(value)):
         raise UnsupportedModel(
             f"{what} is a {type(value).__name__} that exists in the workers only. Call methods of the pipeline and "
             "of its networks, such as pipe.set_adapters or pipe.vae.enable_tiling; make any other change, and other "
@@ -58,7 +58,7 @@ def refuse_networks(what: str, value: Any) -> None:
         )
 
 
-def _holds_network(value: Any) -> bool:
+def holds_network(value: Any) -> bool:
     """Return whether a value is a network, a pipeline, or a method of one."""
     owner = getattr(value, "__self__", value)
     return isinstance(owner, (nn.Module, DiffusionPipeline))

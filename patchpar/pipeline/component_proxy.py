@@ -29,7 +29,12 @@ NOT_IN_WORKERS = {
     "from_single_file": NEW_PIPELINE,
     "download": "it fetches a model and needs no ranks; call it on the pipeline's class",
 }
+HOOKED = "its handle could not remove the hook in the workers: register it before ParallelPipeline(pipe)"
 NOT_OF_NETWORKS = {
+    "register_forward_hook": HOOKED,
+    "register_forward_pre_hook": HOOKED,
+    "buffers": "weights do not leave the workers",
+    "named_buffers": "weights do not leave the workers",
     "to": "pass devices= for the devices and torch_dtype= for the dtype",
     "cuda": "pass devices= for the devices",
     "cpu": "pass devices= for the devices",

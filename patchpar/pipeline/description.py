@@ -21,3 +21,9 @@ def set_by_attributes(pipe: Any) -> dict[str, Any]:
         "one_batch_reason": why_one_batch(pipe),
         "guider_branches": guider_branches(pipe),
     }
+
+
+def has_its_networks(pipe: Any, known: PipelineInfo) -> bool:
+    """Return whether the networks of a pipeline are of the classes that its description has."""
+    kinds = {name: type(each).__name__ for name, each in pipe.components.items() if hasattr(each, "named_modules")}
+    return kinds == {name: network.kind for name, network in known.networks.items()}

@@ -234,10 +234,16 @@ class CallbackResult:
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """What a method of the pipeline or of a network returned; `itself` if it returned its own object."""
+    """What a method of the pipeline or of a network returned; `itself` if it returned its own object.
+
+    `described`: the pipeline, if its networks are others than before. `generators` and `random`: as of CallResult.
+    """
 
     value: Any = None
     itself: bool = False
+    described: Any = None
+    generators: tuple[Any, ...] = ()
+    random: RandomState | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ torchrun every process is a rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,9 +264,8 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
             caller.set_attribute(name, value)
         else:
             self._state.check_set(name, value)
-            changed = next(filter(None, self._executor.call("set", name, value, replay=name)))
+            self._state.model = next(filter(None, self._executor.call("set", name, value, replay=name)))
             self._state.copies.forget(name)
-            self._state.model = replace(self.description, **changed)
 
     def __dir__(self) -> Iterable[str]:
         model = self._state.model

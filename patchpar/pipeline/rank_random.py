@@ -4,6 +4,8 @@ The default generators belong to a whole process. A rank in a process of its own
 process leaves them alone during a job, since other threads of the caller use them meanwhile.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -72,6 +74,30 @@ def taken_random_state(
     finally:
         if before is not None:
             take_random_state(before, device)
+
+
+class MethodRandom:
+    """Context of a method that gets the caller's random state, if there is one, as every rank does.
+
+    `after`: the state that the caller takes then; None where the method has sampled nothing.
+    """
+
+    def __init__(self, state: RandomState | None, device: torch.device) -> None:
+        self._given, self._device = state, device
+        self.after: RandomState | None = None
+
+    def __enter__(self) -> MethodRandom:
+        if self._given is not None:
+            take_random_state(self._given, self._device)
+            self._begin = random_state(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._given is None or self._given.cpu is None:
+            return
+        begin, end = self._begin, random_state(self._device)
+        pairs = [(begin.cpu, end.cpu), *([] if begin.gpu is None else [(begin.gpu, end.gpu)])]
+        self.after = None if all(torch.equal(one, other) for one, other in pairs) else end
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Only the denoiser call is replaced, so that schedulers, callbacks, LoRA and post
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -26,18 +27,19 @@ from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
-from patchpar.pipeline.caller_values import of_method_on, refuse_networks
-from patchpar.pipeline.description import described, set_by_attributes
+from patchpar.pipeline.caller_values import holds_network, of_method_on, refuse_networks
+from patchpar.pipeline.description import described, has_its_networks, set_by_attributes
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
 from patchpar.pipeline.installed_graphs import needs_hooks
 from patchpar.pipeline.installed_plan import InstalledPlan
-from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
+from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult, RandomState
 from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.rank_connection import RankConnection
-from patchpar.pipeline.rank_random import own_part, random_state, shared_noise, taken_random_state
+from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.state_changes import change_of
 from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
@@ -60,6 +62,7 @@ class PipelineRunner:
         self.context, self.device = context, torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
+        self._described: Any = None  # a PipelineInfo, with the pipeline
         self._installed = InstalledPlan()
         self._installed_for, self._installation = CallOptions(plan=Plan()).to_install, 0
         self._connection = connection or RankConnection(context)
@@ -104,16 +107,23 @@ class PipelineRunner:
 
     def _use(self, pipe: Any) -> PipelineInfo:
         prepare_pipeline(pipe)
-        self.pipe = pipe
-        return described(pipe)
+        self.pipe, self._described = pipe, described(pipe)
+        return self._described
 
     def apply(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], autocast: Any = (), *, everywhere: bool = False
+        self,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        autocast: Any = (),
+        *,
+        everywhere: bool = False,
+        random: RandomState | None = None,
     ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
-        `autocast`: see CallOptions. Raises UnsupportedModel for a network, which is not returned, and what it raises.
+        `autocast`, `random`: see CallOptions. Raises UnsupportedModel for a returned network, and what the method does.
         """
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
@@ -122,21 +132,33 @@ class PipelineRunner:
         if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < ONE_GRAPH_FOR_ALL:
             unify_processors(method.__self__)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        with under_autocast(autocast, self.device.type):
+        with under_autocast(autocast, self.device.type), MethodRandom(random, self.device) as sampled:
             result = done_or_undone(self.pipe, name, method, args, kwargs)
+        states = tuple(each.get_state() for each in generators_of(kwargs, args))
+        found = MethodResult(described=self._described_anew(), generators=states, random=sampled.after)
         if result is getattr(method, "__self__", self.pipe):
-            return MethodResult(itself=True)
-        return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
+            return replace(found, itself=True)
+        if not everywhere and change_of(name, (), {}) and holds_network(result):
+            return found  # None: what is changed stays, on ranks that start later too
+        return replace(found, value=result if everywhere else self._sent(f"what {name}() returned", result))
 
-    def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
-        """Set an attribute of the pipeline, or "vae.attribute" of a network; return what changed in its description."""
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> PipelineInfo:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; return the description of the pipeline."""
         owner, _, attribute = name.rpartition(".")
         if self.context.world_size > 1 and is_name_of_denoiser(name):
             refuse_compiled(value)
         if owner or isinstance(value, nn.Module):  # which may replace a hooked module; the next call installs hooks
             self.restore(name.partition(".")[0])
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return set_by_attributes(self.pipe)
+        anew = self._described_anew(always=isinstance(value, nn.Module))  # which may be of other sizes
+        return anew or replace(self._described, **set_by_attributes(self.pipe))
+
+    def _described_anew(self, *, always: bool = False) -> PipelineInfo | None:
+        """Return the description of the pipeline, or None if its networks are of the same classes as before."""
+        if not always and (self._described is None or has_its_networks(self.pipe, self._described)):
+            return None
+        self._described = found = described(self.pipe)
+        return found
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """Return an attribute on the first rank, or with `everywhere` on all. Raises UnsupportedModel for a network."""

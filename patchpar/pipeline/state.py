@@ -18,6 +18,7 @@ from patchpar.pipeline.attribute_copies import AttributeCopies
 from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.caller_random import caller_random_state, set_generators
 from patchpar.pipeline.component_proxy import refuse_value
 from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, Previews
 from patchpar.pipeline.report import Run
@@ -27,6 +28,7 @@ from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import noise_of_first
 from patchpar.plan.plan import Plan
+from patchpar.shard.generators import generators_of
 
 log = logging.getLogger(__name__)
 INTERRUPT = "_interrupt"
@@ -217,7 +219,11 @@ class PipelineState:
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        return self.ask(*words, **options)
+        random = caller_random_state() if self.ranks.kind == "local" else None
+        returned: MethodResult = self.ask(*words, **options, random=random)
+        self.model = returned.described or self.model
+        set_generators(generators_of(kwargs, args), returned.generators, returned.random)
+        return returned
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""

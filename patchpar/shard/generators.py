@@ -9,9 +9,9 @@ SAMPLE_ON_CPU = "let the CPU sample it, generator=torch.Generator().manual_seed(
 """What to do where GPUs of different kinds would sample different noise."""
 
 
-def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:
+def generators_of(kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> list[Any]:
     """Return every torch.Generator among the arguments, in order, also those in lists."""
-    lists = (value if isinstance(value, (list, tuple)) else [value] for value in kwargs.values())
+    lists = (value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values()))
     return [item for each in lists for item in each if _is_generator(item)]
 
 

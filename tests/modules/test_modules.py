@@ -231,6 +231,28 @@ def test_what_cannot_be_a_team_is_refused() -> None:
         team(**{**call_of("wan"), "x": call_of("wan")["x"].requires_grad_()})
 
 
+def test_a_closed_team_says_so() -> None:
+    team = Team(copies("wan"))
+    team.close()
+    for use in (team.begin, team.step, lambda: team(**call_of("wan"))):
+        with pytest.raises(PlanError, match="this team is closed: make a new one"):
+            use()
+    team.close()
+
+
+def test_copies_that_are_in_another_team_are_refused(tmp_path: Path) -> None:
+    """Also where they are in a part of it, until that team is closed."""
+    networks, call = copies("unet"), call_of("unet")
+    with Team(networks, verify=tmp_path) as team:
+        want = team(**call)
+        for taken in (networks, [network("unet"), networks[1]]):
+            with pytest.raises(PlanError, match="is split between ranks already: close that team"):
+                Team(taken, verify=tmp_path)
+        assert torch.equal(team(**call), want)
+    with Team(networks, verify=tmp_path) as again:
+        assert torch.equal(again(**call), want)
+
+
 def test_without_processes_the_way_out_is_named() -> None:
     with pytest.raises(LaunchError, match=r"start this with torchrun .* or use Team"):
         shard_module(network("wan"), patch=2)

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from patchpar.shard.unsupported_model import refuse_gradients, refused_in_words
 
 HOOK = "patchpar_module"
 WAY_OUT = "Run it on one device"
+_HANDLES: WeakKeyDictionary[nn.Module, ref[ShardedModule]] = WeakKeyDictionary()
+"""Of the networks that are split: hooks of two handles would split the parts again."""
 
 
 class ShardedModule:
@@ -46,6 +49,11 @@ class ShardedModule:
             raise PlanError(
                 f"{type(module).__name__} is compiled as a whole, and functions in its graph cannot be replaced: "
                 "compile its blocks instead, or none"
+            )
+        taken = _HANDLES.get(module)
+        if taken is not None and taken() is not None:
+            raise PlanError(
+                f"this {type(module).__name__} is split between ranks already: close that team, or remove() its handle"
             )
         self.module, self.transport, self.options = module, transport, options
         mesh = options.plan.mesh(transport.rank, ranks)
@@ -64,6 +72,7 @@ class ShardedModule:
         self.denoiser.ignored = frozenset(options.ignore)
         self._hooks = HookSet()
         self._autocast = autocast_dtype(transport.device.type)  # under which the latest call was computed
+        _HANDLES[module] = ref(self)
 
     def take_calls(self) -> None:
         """Let every call of the network be one that ranks compute together."""
@@ -134,6 +143,8 @@ class ShardedModule:
 
     def remove(self) -> None:
         """Leave the network as it was. Idempotent."""
+        if (taken := _HANDLES.get(self.module)) is not None and taken() is self:
+            del _HANDLES[self.module]
         self.denoiser.restore()
         self._hooks.close()
 

@@ -44,7 +44,8 @@ class Team:
     the plain one at first use; a folder keeps results there. `ignore`: names of arguments in which numbers and texts
     differ from call to call without effect on how a call can be split. `deadline`: seconds that a copy may wait for
     another. Call `begin` before each image and `step` after each step of the scheduler, which strategies with values
-    of the step before need. One call runs at a time. Raises PlanError, LaunchError.
+    of the step before need. One call runs at a time. Raises PlanError, also for a copy that is
+    in a team that is not closed, and LaunchError.
     """
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own, by name
@@ -71,7 +72,7 @@ class Team:
         self._mailboxes = Mailboxes([device_of(each) for each in self.replicas])
         self._transports = [ThreadTransport(rank, self._mailboxes, options.seconds) for rank in range(size)]
         self._handles: list[ShardedModule] = []
-        self._stuck = ""
+        self._stuck, self._is_closed = "", False
         self._mode: _CallerMode | None = None  # of the last call
         try:
             for replica, transport in zip(self.replicas, self._transports, strict=True):
@@ -105,7 +106,7 @@ class Team:
         return self._on_all(call)[0]
 
     def begin(self) -> None:
-        """Begin an image. Raises ExchangeError."""
+        """Begin an image. Raises ExchangeError, and PlanError once it is closed, as all that follows."""
         self._on_all(lambda rank: self._handles[rank].begin())
 
     def step(self) -> None:
@@ -119,6 +120,7 @@ class Team:
 
     def close(self) -> None:
         """End the threads and leave the networks as they were. Idempotent."""
+        self._is_closed = True
         for thread in self._threads:
             thread.shutdown(wait=not self._stuck)
         for handle in self._handles:
@@ -140,6 +142,8 @@ class Team:
     def _on_all(self, run: Callable[[int], Any]) -> list[Any]:
         """Return what `run` returns on each rank's thread. Raises the error of the rank that failed first."""
         with self._lock:
+            if self._is_closed:
+                raise PlanError("this team is closed: make a new one")
             if self._stuck:
                 raise ExchangeError(f"{self._stuck}: close this team and make a new one")
             mode = _CallerMode.now(self.devices)
