@@ -20,7 +20,7 @@ from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.started_process import FreshProcess, ProcessRequest
-from patchpar.launch.template_process import assign_descriptors, open_descriptors
+from patchpar.launch.template_process import ForkedChild, assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
 from tests.launch.test_lifetime import Script
@@ -307,6 +307,28 @@ def test_descriptors_get_their_numbers_and_no_others_stay(tmp_path, wanted):
         got = {number: Path(f"/proc/self/fd/{number}").readlink().name for number in open_descriptors() - {0}}
         os._exit(0 if got == wanted else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_worker_is_not_reaped_while_it_is_killed(monkeypatch):
+    """It may end at the first signal: the second would go to whoever has its id by then, or end the template."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        ours, report = fork_request.report_sockets()
+        worker, kill_group = ForkedChild(process.pid, report), os.killpg
+
+        def kill_and_wait(pid, number):
+            kill_group(pid, number)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        monkeypatch.setattr(os, "killpg", kill_and_wait)
+        before = signal.signal(signal.SIGCHLD, lambda *_: worker.look())
+        try:
+            worker.let_go()
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+            ours.close()
+    assert worker.is_reaped
+    with pytest.raises(ChildProcessError):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
 
 
 def test_which_way_workers_start_and_why(monkeypatch):
