@@ -1,5 +1,6 @@
 """Workers that are forked from a template process are what new Python processes would be, and end as these do."""
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.started_process import FreshProcess, ProcessRequest
-from patchpar.launch.template_process import ForkedChild, assign_descriptors, open_descriptors
+from patchpar.launch.template_process import ForkedChild, TemplateProcess, assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
 from tests.launch.test_lifetime import Script
@@ -309,6 +311,29 @@ def test_descriptors_get_their_numbers_and_no_others_stay(tmp_path, wanted):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_a_template_keeps_nothing_of_the_workers_that_it_forks(own, module, caplog):
+    """Their ends of connections, which would stay open when they have ended. What it has of them is no import's."""
+    name, imports = module()
+
+    def descriptors(wanted):
+        folder, give_up = Path(f"/proc/{pids_of(own)[0]}/fd"), time.monotonic() + 20
+        while (found := len(list(folder.iterdir()))) != wanted and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return found
+
+    with LocalExecutor(["cpu"], PLAIN) as first:
+        first.call("rank")
+        wanted = len(["stdin", "stdout", "stderr", "requests", "lifeline", "report"])
+        assert descriptors(wanted) == wanted
+        with caplog.at_level(logging.WARNING), LocalExecutor(["cpu"] * 2, PLAIN, preload=[name]) as others:
+            others.call("rank")
+            assert descriptors(wanted + 2) == wanted + 2, "two more reports"
+        assert descriptors(wanted) == wanted
+    assert descriptors(wanted - 1) == wanted - 1
+    assert imports() == 1
+    assert caplog.text == ""
+
+
 def test_a_worker_is_not_reaped_while_it_is_killed(monkeypatch):
     """It may end at the first signal: the second would go to whoever has its id by then, or end the template."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
@@ -380,6 +405,43 @@ def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatc
                 sent.result(20)
         finally:
             end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_ends_before_it_is_listed_is_reported():
+    """The handler of SIGCHLD has not found it."""
+    template = TemplateProcess.__new__(TemplateProcess)
+    template._children, template._unfit = [], ""
+    ours, report = fork_request.report_sockets()
+    with ours, report, subprocess.Popen(["false"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        template._adopt(ForkedChild(process.pid, report))
+        (started, descriptors), (ended, _) = (fork_request.receive_report(ours) for _ in range(2))
+        os.close(descriptors[0])
+    assert (started.pid, ended.code) == (process.pid, 1)
+
+
+@pytest.mark.parametrize("sent", [300, 3], ids=["all", "the caller ends meanwhile"])
+def test_a_request_has_all_of_its_descriptors_or_none(sent):
+    """Also more of them than one message takes."""
+    before, number = open_descriptors(), 300
+    requests, end = socket.socketpair()
+    request = fork_request.ForkRequest(numbers=tuple(range(number)), path=(), modules=(), environment={})
+    with end, requests:
+        if sent == number:
+            fork_request.send_request(requests, request, [end.fileno()] * number)
+        else:
+            data = json.dumps(asdict(request)).encode()
+            requests.sendall(fork_request.LENGTHS.pack(len(data), number) + data)
+            socket.send_fds(requests, [b"\0"], [end.fileno()] * sent)
+            requests.shutdown(socket.SHUT_WR)
+        found = fork_request.receive_request(end)
+        assert (found is None) == (sent < number)
+        if found is not None:
+            assert found[0] == request
+            assert len(found[1]) == number
+            for descriptor in found[1]:
+                os.close(descriptor)
+    assert open_descriptors() == before
 
 
 def test_what_a_worker_has_started_is_killed_though_the_worker_has_just_ended():
