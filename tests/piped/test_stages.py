@@ -20,7 +20,7 @@ from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tokens.piped import plain, shared
 
-from .networks import call, here
+from .networks import Loop, call, here
 from .networks import plain as without_pieces
 from .on_threads import euler, in_stages, looped_in_stages
 
@@ -143,6 +143,30 @@ def test_the_first_stage_does_not_wait_for_the_last(kept: Path) -> None:
     assert held_up.is_set()
     assert returned.is_set()
     assert torch.equal(found[0][-1], found[1][-1])
+
+
+def test_an_image_that_was_given_up_leaves_no_message_to_the_next_one(kept: Path) -> None:
+    """Its predictions have been sent, and nobody has asked for them."""
+    strategy, given = PipedStages(pieces=3), call(FLUX, 0)
+    pending: list[tuple[bool, bool]] = []
+
+    def give_up_first(_: int, denoiser: Any) -> None:
+        begin = denoiser.reset
+
+        def reset() -> None:
+            denoiser.reset = begin
+            euler(Loop(denoiser, denoiser.denoiser, denoiser.clock), FLUX, given)
+            before = bool(denoiser._in_flight)
+            denoiser.clock.reset()
+            begin()
+            pending.append((before, bool(denoiser._in_flight)))
+
+        denoiser.reset = reset
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=give_up_first)
+    assert pending == [(True, False)] * 2
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
+    assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.breadth
