@@ -14,6 +14,7 @@ from torch import nn
 from patchpar.comm.banded_tensor import BandedTensor
 from patchpar.errors import PatchparError, PlanError, WorkerDied
 from patchpar.plan.plan import Plan
+from patchpar.shard.piped.on_stages import CALLS_IN_FLIGHT
 from patchpar.strategies.piped import PipedStages
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -54,6 +55,7 @@ def test_stages_compute_what_one_rank_does(kept: Path, name: str, stages: int) -
         assert max(map(relative, each.predictions, wanted)) <= LIMIT
         assert all(map(torch.equal, each.predictions, found[0].predictions))
         assert each.restored
+        assert not each.denoiser._known, "blocks may be divided in another way from now on"
         assert each.held < 1
     wrong = in_stages(name, strategy, calls, stages=stages, folder=kept, exchange="off")
     assert max(map(relative, wrong[0].predictions, wanted)) > 100 * LIMIT
@@ -145,26 +147,28 @@ def test_the_first_stage_does_not_wait_for_the_last(kept: Path) -> None:
     assert torch.equal(found[0][-1], found[1][-1])
 
 
-def test_an_image_that_was_given_up_leaves_no_message_to_the_next_one(kept: Path) -> None:
-    """Its predictions have been sent, and nobody has asked for them."""
+@pytest.mark.parametrize("end", ["finish", "reset", "restore"])
+def test_what_ends_an_image_leaves_no_message_in_flight(kept: Path, end: str) -> None:
+    """Predictions have been sent that nobody has asked for; `reset` is the first to come if the image is given up."""
     strategy, given = PipedStages(pieces=3), call(FLUX, 0)
-    pending: list[tuple[bool, bool]] = []
+    pending: list[tuple[int, int]] = []
 
-    def give_up_first(_: int, denoiser: Any) -> None:
+    def with_another_before(_: int, denoiser: Any) -> None:
         begin = denoiser.reset
 
         def reset() -> None:
             denoiser.reset = begin
-            euler(Loop(denoiser, denoiser.denoiser, denoiser.clock), FLUX, given)
-            before = bool(denoiser._in_flight)
+            euler(Loop(denoiser, denoiser.denoiser, denoiser.clock), FLUX, given, CALLS_IN_FLIGHT + 3)
+            before = len(denoiser._in_flight)
+            getattr(denoiser, end)()
+            pending.append((before, len(denoiser._in_flight)))
             denoiser.clock.reset()
             begin()
-            pending.append((before, bool(denoiser._in_flight)))
 
         denoiser.reset = reset
 
-    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=give_up_first)
-    assert pending == [(True, False)] * 2
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=with_another_before)
+    assert pending == [(CALLS_IN_FLIGHT, 0)] * 2
     wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
     assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
 
