@@ -145,6 +145,27 @@ def test_the_first_stage_does_not_wait_for_the_last(kept: Path) -> None:
     assert torch.equal(found[0][-1], found[1][-1])
 
 
+def test_a_latent_in_other_bands_than_the_pieces_is_complete_before_the_first(kept: Path) -> None:
+    strategy, given, tokens = PipedStages(pieces=3), call(FLUX, 0), TRANSFORMERS[FLUX].tokens
+    sizes = (1, given[tokens].shape[1] - 2, 1)
+
+    def cut_anew(_: int, denoiser: Any) -> None:
+        denoise = denoiser.denoise
+
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs[tokens], BandedTensor):
+                whole = kwargs[tokens].whole()
+                void, bands = torch.full_like(whole, torch.nan), whole.split(sizes, -2)
+                kwargs[tokens] = BandedTensor.of(void, -2, sizes, bands.__getitem__)
+            return denoise(*args, **kwargs)
+
+        denoiser.denoise = cut
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=cut_anew)
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
+    assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("end", ["finish", "reset", "restore"])
 def test_what_ends_an_image_leaves_no_message_in_flight(kept: Path, end: str) -> None:
     """Predictions have been sent that nobody has asked for; `reset` is the first to come if the image is given up."""
