@@ -12,8 +12,10 @@ from peft import LoraConfig
 from torch import nn
 
 from patchpar.comm.banded_tensor import BandedTensor
-from patchpar.errors import PatchparError, PlanError, WorkerDied
+from patchpar.comm.pytree import map_leaves
+from patchpar.errors import PatchparError, PlanError, VerificationError, WorkerDied
 from patchpar.plan.plan import Plan
+from patchpar.shard.piped.latent_bands import LatentBands
 from patchpar.shard.piped.on_stages import CALLS_IN_FLIGHT
 from patchpar.strategies.piped import PipedStages
 from tests.breadth import first_of
@@ -166,11 +168,38 @@ def test_a_latent_in_other_bands_than_the_pieces_is_complete_before_the_first(ke
     assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
 
 
+def test_bands_that_are_not_those_of_the_pieces_are_not_used(kept: Path) -> None:
+    """A wrong guess of where pieces lie in the latent: each piece is found to need more than its band."""
+    strategy, given = PipedStages(pieces=3), call(FLUX, 0)
+    sizes = (1, given[TRANSFORMERS[FLUX].tokens].shape[1] - 2, 1)
+
+    def guess_wrong(_: int, denoiser: Any) -> None:
+        denoiser._bands = lambda *_: LatentBands(-2, sizes)
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=guess_wrong)
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept, in_bands=False)
+    for of_stage, each in zip(found, wanted, strict=True):
+        assert not any(isinstance(x, BandedTensor) for x in of_stage)
+        assert torch.equal(of_stage[-1], each[-1])
+
+
+def test_pieces_that_are_wrong_on_stages_are_refused(tmp_path: Path) -> None:
+    """At the first call: they are compared with a whole one."""
+
+    def spoil(_: int, denoiser: Any) -> None:
+        in_pieces = denoiser._in_pieces
+        denoiser._in_pieces = lambda *args, **kwargs: map_leaves(torch.zeros_like, in_pieces(*args, **kwargs))
+
+    with pytest.raises(VerificationError, match=r"in 3 pieces that pass through 2 stages.*: use strategy=exact"):
+        looped_in_stages(FLUX, PipedStages(pieces=3), call(FLUX, 0), folder=tmp_path, change=spoil)
+
+
 @pytest.mark.parametrize("end", ["finish", "reset", "restore"])
 def test_what_ends_an_image_leaves_no_message_in_flight(kept: Path, end: str) -> None:
     """Predictions have been sent that nobody has asked for; `reset` is the first to come if the image is given up."""
     strategy, given = PipedStages(pieces=3), call(FLUX, 0)
     pending: list[tuple[int, int]] = []
+    placeholders: list[int] = []
 
     def with_another_before(_: int, denoiser: Any) -> None:
         begin = denoiser.reset
@@ -183,11 +212,13 @@ def test_what_ends_an_image_leaves_no_message_in_flight(kept: Path, end: str) ->
             pending.append((before, len(denoiser._in_flight)))
             denoiser.clock.reset()
             begin()
+            placeholders.append(len(denoiser.stages._placeholders._tensors))
 
         denoiser.reset = reset
 
     found = looped_in_stages(FLUX, strategy, given, folder=kept, change=with_another_before)
     assert pending == [(CALLS_IN_FLIGHT, 0)] * 2
+    assert placeholders == [0, 0], "the next image may have other sizes"
     wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
     assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
 
