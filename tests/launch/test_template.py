@@ -393,6 +393,26 @@ def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(
     end.close()
 
 
+def test_a_template_finds_the_end_of_a_request_that_was_sent_in_part(monkeypatch):
+    """It would wait for the rest, and reap none of the workers that it still has."""
+    found = template_module.Template.__new__(template_module.Template)
+    (requests, end), (ours, report) = socket.socketpair(), fork_request.report_sockets()
+    worker = template_module.ForkedProcess(found, ours)
+    found._users, found.is_retired = weakref.WeakSet([worker]), False
+    found._requests, found._write_life = requests, report
+
+    def sends_a_part(*_):
+        raise TemplateEnded("it has taken no request")
+
+    monkeypatch.setattr(template_module, "send_request", sends_a_part)
+    request = ProcessRequest(channel=0, output=1, inherit=(), environment={}, path=(), modules=())
+    with end, ours, report:
+        with pytest.raises(TemplateEnded):
+            found.fork(request)
+        assert end.recv(1) == b""
+        assert report.fileno() >= 0, "it has another worker"
+
+
 def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatch):
     """It is in an import that does not end, and the requests before this one fill the socket."""
     monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1)
