@@ -462,6 +462,15 @@ def test_a_worker_that_has_ended_is_let_go_when_its_exit_code_is_known(monkeypat
     assert worker.returncode == 1
 
 
+def test_a_forked_child_of_the_caller_keeps_nothing_of_a_worker():
+    """Or the template would not reap it before that child has ended."""
+    ours, report = fork_request.report_sockets()
+    worker = template_module.ForkedProcess(template_module.Template.__new__(template_module.Template), ours)
+    with report:
+        worker.close_in_child()
+        assert report.recv(1) == b""
+
+
 @pytest.mark.parametrize("sent", [300, 3], ids=["all", "the caller ends meanwhile"])
 def test_a_request_has_all_of_its_descriptors_or_none(sent):
     """Also more of them than one message takes."""
