@@ -139,6 +139,17 @@ def test_an_executor_that_nobody_closes_is_freed_with_its_engine(monkeypatch):
     assert open_sockets() <= while_open - 4, "the ends of the links between two ranks, and of their control"
 
 
+def test_what_a_call_is_given_is_for_that_call_alone(monkeypatch):
+    """Its callbacks, and the time that it is expected to take beyond the deadline."""
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=20.0)
+    for options, wanted in (({"expected": 5.0, "on_event": print}, 25.0), ({}, 20.0)):
+        on_ranks(lambda rank, options=options: executors[rank].call("rank", **options), range(2))
+        assert [executor._context.deadline for executor in executors] == [wanted] * 2
+        assert [executor._context.callbacks.on_event for executor in executors] == [None] * 2
+    for executor in executors:
+        executor.close()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 def test_a_forked_child_makes_no_call_and_the_ranks_go_on(monkeypatch):
     before = open_sockets()
