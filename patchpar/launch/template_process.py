@@ -72,12 +72,12 @@ class ForkedChild:
 
     def let_go(self) -> None:
         """The caller needs it no more: kill it if it runs, and reap it."""
-        self.is_let_go = True
         self.report.close()
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):  # a worker that does not lead a group yet
                 os.killpg(self.pid, signal.SIGKILL)
             os.kill(self.pid, signal.SIGKILL)
+        self.is_let_go = True  # only now: the handler of SIGCHLD may reap it from here on, and its id be another's
         self.look()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import os
 import weakref
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from patchpar.launch import torchrun
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.torchrun import _is_cause, _step_lost
 from tests.launch.fake_gpus import FakeGpus
+from tests.launch.test_forks import code_of_child
 from tests.launch.threads_as_ranks import on_ranks, ranks_of_torchrun
 
 in_a_hurry = pytest.mark.parametrize("call", [0.5], ids=["deadline 0.5 s"], indirect=True)
@@ -135,6 +137,36 @@ def test_an_executor_that_nobody_closes_is_freed_with_its_engine(monkeypatch):
     gc.collect()
     assert [engine() for engine in found] == [None, None]
     assert open_sockets() <= while_open - 4, "the ends of the links between two ranks, and of their control"
+
+
+def test_what_a_call_is_given_is_for_that_call_alone(monkeypatch):
+    """Its callbacks, and the time that it is expected to take beyond the deadline."""
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])], deadline=20.0)
+    for options, wanted in (({"expected": 5.0, "on_event": print}, 25.0), ({}, 20.0)):
+        on_ranks(lambda rank, options=options: executors[rank].call("rank", **options), range(2))
+        assert [executor._context.deadline for executor in executors] == [wanted] * 2
+        assert [executor._context.callbacks.on_event for executor in executors] == [None] * 2
+    for executor in executors:
+        executor.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+def test_a_forked_child_makes_no_call_and_the_ranks_go_on(monkeypatch):
+    before = open_sockets()
+    executors = ranks_of_torchrun(monkeypatch, [FakeGpus([]), FakeGpus([])])
+
+    def in_child():
+        try:
+            executors[0].call("rank")
+        except LaunchError as error:
+            return 5 if "was forked from it" in str(error) else 6
+        return 7
+
+    assert code_of_child(in_child) == 5
+    assert code_of_child(lambda: 5 if open_sockets() <= before else 6) == 5, "or this rank would live as long as it"
+    assert on_ranks(lambda rank: executors[rank].call("rank"), range(2)) == [[0, None], [None, 1]]
+    for executor in executors:
+        executor.close()
 
 
 def test_a_failed_exchange_leaves_messages_even_where_all_ranks_are_at_the_same_point():

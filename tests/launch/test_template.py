@@ -1,14 +1,17 @@
 """Workers that are forked from a template process are what new Python processes would be, and end as these do."""
 
+import json
 import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.started_process import FreshProcess, ProcessRequest
-from patchpar.launch.template_process import assign_descriptors, open_descriptors
+from patchpar.launch.template_process import ForkedChild, TemplateProcess, assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
 from tests.launch.test_lifetime import Script
@@ -309,6 +312,51 @@ def test_descriptors_get_their_numbers_and_no_others_stay(tmp_path, wanted):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_a_template_keeps_nothing_of_the_workers_that_it_forks(own, module, caplog):
+    """Their ends of connections, which would stay open when they have ended. What it has of them is no import's."""
+    name, imports = module()
+
+    def descriptors(wanted):
+        folder, give_up = Path(f"/proc/{pids_of(own)[0]}/fd"), time.monotonic() + 20
+        while (found := len(list(folder.iterdir()))) != wanted and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return found
+
+    with LocalExecutor(["cpu"], PLAIN) as first:
+        first.call("rank")
+        wanted = len(["stdin", "stdout", "stderr", "requests", "lifeline", "report"])
+        assert descriptors(wanted) == wanted
+        with caplog.at_level(logging.WARNING), LocalExecutor(["cpu"] * 2, PLAIN, preload=[name]) as others:
+            others.call("rank")
+            assert descriptors(wanted + 2) == wanted + 2, "two more reports"
+        assert descriptors(wanted) == wanted
+    assert descriptors(wanted - 1) == wanted - 1
+    assert imports() == 1
+    assert caplog.text == ""
+
+
+def test_a_worker_is_not_reaped_while_it_is_killed(monkeypatch):
+    """It may end at the first signal: the second would go to whoever has its id by then, or end the template."""
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as process:
+        ours, report = fork_request.report_sockets()
+        worker, kill_group = ForkedChild(process.pid, report), os.killpg
+
+        def kill_and_wait(pid, number):
+            kill_group(pid, number)
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        monkeypatch.setattr(os, "killpg", kill_and_wait)
+        before = signal.signal(signal.SIGCHLD, lambda *_: worker.look())
+        try:
+            worker.let_go()
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+            ours.close()
+    assert worker.is_reaped
+    with pytest.raises(ChildProcessError):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG)
+
+
 def test_which_way_workers_start_and_why(monkeypatch):
     assert resolve_start_method("auto", ["cpu"]).name == "forkserver"
     found = resolve_start_method("auto", ["cuda:0", "cuda:1"])
@@ -346,6 +394,27 @@ def test_a_template_that_is_retired_while_it_is_asked_for_a_worker_stays_for_it(
     end.close()
 
 
+def test_a_template_finds_the_end_of_a_request_that_was_sent_in_part(monkeypatch):
+    """It would wait for the rest, and reap none of the workers that it still has."""
+    found = template_module.Template.__new__(template_module.Template)
+    (requests, end), (ours, report) = socket.socketpair(), fork_request.report_sockets()
+    worker = template_module.ForkedProcess(found, ours)
+    found._users, found.is_retired = weakref.WeakSet([worker]), False
+    found._requests, found._write_life = requests, report
+
+    def sends_a_part(*_):
+        raise TemplateEnded("it has taken no request")
+
+    monkeypatch.setattr(template_module, "send_request", sends_a_part)
+    request = ProcessRequest(channel=0, output=1, inherit=(), environment={}, path=(), modules=())
+    with end, ours, report:
+        end.setblocking(False)
+        with pytest.raises(TemplateEnded):
+            found.fork(request)
+        assert end.recv(1) == b""
+        assert report.fileno() >= 0, "it has another worker"
+
+
 def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatch):
     """It is in an import that does not end, and the requests before this one fill the socket."""
     monkeypatch.setattr(fork_request, "SEND_SECONDS", 0.1)
@@ -358,6 +427,72 @@ def test_a_template_that_takes_no_requests_is_not_waited_for_for_ever(monkeypatc
                 sent.result(20)
         finally:
             end.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_worker_that_ends_before_it_is_listed_is_reported():
+    """The handler of SIGCHLD has not found it."""
+    template = TemplateProcess.__new__(TemplateProcess)
+    template._children, template._unfit = [], ""
+    ours, report = fork_request.report_sockets()
+    with ours, report, subprocess.Popen(["false"]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        template._adopt(ForkedChild(process.pid, report))
+        (started, descriptors), (ended, _) = (fork_request.receive_report(ours) for _ in range(2))
+        os.close(descriptors[0])
+    assert (started.pid, ended.code) == (process.pid, 1)
+
+
+def test_a_worker_that_has_ended_is_let_go_when_its_exit_code_is_known(monkeypatch):
+    """The template reports it a little later than the kernel."""
+    monkeypatch.setattr(template_module, "REPORT_SECONDS", 60.0)
+    template = template_module.Template.__new__(template_module.Template)
+    template._users, template.is_retired = weakref.WeakSet(), False
+    ours, report = fork_request.report_sockets()
+    worker = template_module.ForkedProcess(template, ours)
+    with report, subprocess.Popen(["false"]) as process:
+        pidfd = os.pidfd_open(process.pid)
+        fork_request.send_report(report, fork_request.WorkerReport(pid=process.pid), (pidfd,))
+        os.close(pidfd)
+        while worker.is_alive():
+            time.sleep(0.01)
+        later = threading.Timer(0.2, fork_request.send_report, (report, fork_request.WorkerReport(code=1)))
+        later.start()
+        worker.reap()
+        later.join()
+    assert worker.returncode == 1
+
+
+def test_a_forked_child_of_the_caller_keeps_nothing_of_a_worker():
+    """Or the template would not reap it before that child has ended."""
+    ours, report = fork_request.report_sockets()
+    worker = template_module.ForkedProcess(template_module.Template.__new__(template_module.Template), ours)
+    with report:
+        worker.close_in_child()
+        assert report.recv(1) == b""
+
+
+@pytest.mark.parametrize("sent", [300, 3], ids=["all", "the caller ends meanwhile"])
+def test_a_request_has_all_of_its_descriptors_or_none(sent):
+    """Also more of them than one message takes."""
+    before, number = open_descriptors(), 300
+    requests, end = socket.socketpair()
+    request = fork_request.ForkRequest(numbers=tuple(range(number)), path=(), modules=(), environment={})
+    with end, requests:
+        if sent == number:
+            fork_request.send_request(requests, request, [end.fileno()] * number)
+        else:
+            data = json.dumps(asdict(request)).encode()
+            requests.sendall(fork_request.LENGTHS.pack(len(data), number) + data)
+            socket.send_fds(requests, [b"\0"], [end.fileno()] * sent)
+            requests.shutdown(socket.SHUT_WR)
+        found = fork_request.receive_request(end)
+        assert (found is None) == (sent < number)
+        if found is not None:
+            assert found[0] == request
+            assert len(found[1]) == number
+            for descriptor in found[1]:
+                os.close(descriptor)
+    assert open_descriptors() <= before
 
 
 def test_what_a_worker_has_started_is_killed_though_the_worker_has_just_ended():

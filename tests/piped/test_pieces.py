@@ -81,6 +81,27 @@ def test_warm_up_to_the_end_is_exact_and_an_image_does_not_see_the_last_one(kept
     assert all(map(torch.equal, loop.run(calls), first))
 
 
+def test_memory_is_of_the_pieces_that_there_are_now(kept: Path) -> None:
+    """Calls look the same as those of the last image, but their tokens are divided in another way."""
+    calls = [call(FLUX, step) for step in range(3)]
+    loop = here(FLUX, PipedStages(pieces=3), kept)
+    loop.run(calls)
+    loop.denoiser.pieces = 2
+    assert all(map(torch.equal, loop.run(calls), here(FLUX, PipedStages(pieces=2), kept).run(calls)))
+
+
+@torch.no_grad()
+def test_an_attention_that_the_exact_step_did_not_pass_is_refused(kept: Path) -> None:
+    loop = here(FLUX, PipedStages(pieces=3), kept)
+    steps = loop.steps(2)
+    loop.prediction(call(FLUX, next(steps)))
+    for known in loop.denoiser.history.cache._calls.values():
+        known.entries.clear()
+    given = call(FLUX, next(steps))
+    with pytest.raises(UnsupportedModel, match=r"has not run in the exact steps.*use more warmup_steps"):
+        loop.prediction(given)
+
+
 def test_restore_leaves_the_network_as_it_was(kept: Path) -> None:
     network = TRANSFORMERS[FLUX].build()
     modules = [dict(vars(each)) for each in network.modules()]

@@ -12,15 +12,18 @@ from peft import LoraConfig
 from torch import nn
 
 from patchpar.comm.banded_tensor import BandedTensor
-from patchpar.errors import PatchparError, PlanError, WorkerDied
+from patchpar.comm.pytree import map_leaves
+from patchpar.errors import PatchparError, PlanError, VerificationError, WorkerDied
 from patchpar.plan.plan import Plan
+from patchpar.shard.piped.latent_bands import LatentBands
+from patchpar.shard.piped.on_stages import CALLS_IN_FLIGHT
 from patchpar.strategies.piped import PipedStages
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tokens.piped import plain, shared
 
-from .networks import call, here
+from .networks import Loop, call, here
 from .networks import plain as without_pieces
 from .on_threads import euler, in_stages, looped_in_stages
 
@@ -54,6 +57,7 @@ def test_stages_compute_what_one_rank_does(kept: Path, name: str, stages: int) -
         assert max(map(relative, each.predictions, wanted)) <= LIMIT
         assert all(map(torch.equal, each.predictions, found[0].predictions))
         assert each.restored
+        assert not each.denoiser._known, "blocks may be divided in another way from now on"
         assert each.held < 1
     wrong = in_stages(name, strategy, calls, stages=stages, folder=kept, exchange="off")
     assert max(map(relative, wrong[0].predictions, wanted)) > 100 * LIMIT
@@ -119,30 +123,104 @@ def test_a_loop_goes_on_before_a_prediction_has_arrived(kept: Path, name: str) -
 
 
 def test_the_first_stage_does_not_wait_for_the_last(kept: Path) -> None:
-    """It returns from a call while the last stage still computes the last piece."""
-    returned, held_up = threading.Event(), threading.Event()
+    """It computes the first piece of a step while the last stage still computes the last piece of the step before."""
+    went_on, held_up = threading.Event(), threading.Event()
 
     def slow_down(stage: int, denoiser: Any) -> None:
         piece_of = denoiser._piece
 
         def piece(number: int, *args: Any, **kwargs: Any) -> Any:
-            if stage == 1 and number == 2 and denoiser.patch.cache.evaluation == 1 and len(denoiser._known) == 1:
+            now = (stage, number, denoiser.patch.cache.evaluation) if len(denoiser._known) == 1 else None
+            if now == (1, 2, 1):
                 held_up.set()
-                assert returned.wait(20)
-            return piece_of(number, *args, **kwargs)
-
-        def denoise(*args: Any, **kwargs: Any) -> Any:
-            found = type(denoiser).denoise(denoiser, *args, **kwargs)
-            if stage == 0 and denoiser.clock.evaluation == 1:
-                returned.set()
+                assert went_on.wait(20)
+            found = piece_of(number, *args, **kwargs)
+            if now == (0, 0, 2):
+                went_on.set()
             return found
 
-        denoiser._piece, denoiser.denoise = piece, denoise
+        denoiser._piece = piece
 
     found = looped_in_stages(FLUX, PipedStages(pieces=3), call(FLUX, 0), folder=kept, change=slow_down)
     assert held_up.is_set()
-    assert returned.is_set()
+    assert went_on.is_set()
     assert torch.equal(found[0][-1], found[1][-1])
+
+
+def test_a_latent_in_other_bands_than_the_pieces_is_complete_before_the_first(kept: Path) -> None:
+    strategy, given, tokens = PipedStages(pieces=3), call(FLUX, 0), TRANSFORMERS[FLUX].tokens
+    sizes = (1, given[tokens].shape[1] - 2, 1)
+
+    def cut_anew(_: int, denoiser: Any) -> None:
+        denoise = denoiser.denoise
+
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(kwargs[tokens], BandedTensor):
+                whole = kwargs[tokens].whole()
+                void, bands = torch.full_like(whole, torch.nan), whole.split(sizes, -2)
+                kwargs[tokens] = BandedTensor.of(void, -2, sizes, bands.__getitem__)
+            return denoise(*args, **kwargs)
+
+        denoiser.denoise = cut
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=cut_anew)
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
+    assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
+
+
+def test_bands_that_are_not_those_of_the_pieces_are_not_used(kept: Path) -> None:
+    """A wrong guess of where pieces lie in the latent: each piece is found to need more than its band."""
+    strategy, given = PipedStages(pieces=3), call(FLUX, 0)
+    sizes = (1, given[TRANSFORMERS[FLUX].tokens].shape[1] - 2, 1)
+
+    def guess_wrong(_: int, denoiser: Any) -> None:
+        denoiser._bands = lambda *_: LatentBands(-2, sizes)
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=guess_wrong)
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept, in_bands=False)
+    for of_stage, each in zip(found, wanted, strict=True):
+        assert not any(isinstance(x, BandedTensor) for x in of_stage)
+        assert torch.equal(of_stage[-1], each[-1])
+
+
+def test_pieces_that_are_wrong_on_stages_are_refused(tmp_path: Path) -> None:
+    """At the first call: they are compared with a whole one."""
+
+    def spoil(_: int, denoiser: Any) -> None:
+        in_pieces = denoiser._in_pieces
+        denoiser._in_pieces = lambda *args, **kwargs: map_leaves(torch.zeros_like, in_pieces(*args, **kwargs))
+
+    with pytest.raises(VerificationError, match=r"in 3 pieces that pass through 2 stages.*: use strategy=exact"):
+        looped_in_stages(FLUX, PipedStages(pieces=3), call(FLUX, 0), folder=tmp_path, change=spoil)
+
+
+@pytest.mark.parametrize("end", ["finish", "reset", "restore"])
+def test_what_ends_an_image_leaves_no_message_in_flight(kept: Path, end: str) -> None:
+    """Predictions have been sent that nobody has asked for; `reset` is the first to come if the image is given up."""
+    strategy, given = PipedStages(pieces=3), call(FLUX, 0)
+    pending: list[tuple[int, int]] = []
+    placeholders: list[int] = []
+
+    def with_another_before(_: int, denoiser: Any) -> None:
+        begin = denoiser.reset
+
+        def reset() -> None:
+            denoiser.reset = begin
+            euler(Loop(denoiser, denoiser.denoiser, denoiser.clock), FLUX, given, CALLS_IN_FLIGHT + 3)
+            before = len(denoiser._in_flight)
+            getattr(denoiser, end)()
+            pending.append((before, len(denoiser._in_flight)))
+            denoiser.clock.reset()
+            begin()
+            placeholders.append(len(denoiser.stages._placeholders._tensors))
+
+        denoiser.reset = reset
+
+    found = looped_in_stages(FLUX, strategy, given, folder=kept, change=with_another_before)
+    assert pending == [(CALLS_IN_FLIGHT, 0)] * 2
+    assert placeholders == [0, 0], "the next image may have other sizes"
+    wanted = looped_in_stages(FLUX, strategy, given, folder=kept)
+    assert all(torch.equal(x[-1], y[-1]) for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.breadth

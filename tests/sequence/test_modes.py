@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from patchpar.comm.transport import Arrived, FlatParts
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.attention_mode import ALGORITHMS, AttentionMode
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention import ring
 from patchpar.shard.attention.dispatch import MODES, attend_together, on_link_of
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.ulysses import split_heads
@@ -200,6 +203,32 @@ def test_rounds() -> None:
         "token-ring-1": {"q": 2, "q+partials": 2, "partials": 1},
         "gather-4": {"heads": 2},
     }
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wanted"),
+    [
+        ("ring", ["send", "own", "send", "other", "send", "other", "other"]),
+        ("two-way-ring", ["send", "own", "send", "other", "other", "other"]),
+    ],
+)
+def test_the_next_round_is_sent_before_this_one_is_attended_to(
+    monkeypatch: pytest.MonkeyPatch, algorithm: Any, wanted: list[str]
+) -> None:
+    order: dict[int, list[str]] = defaultdict(list)
+
+    def noted(what: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            order[threading.get_ident()].append(what)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Communicator, "send_recv", noted("send", Communicator.send_recv))
+    for name, what in (("attend_own", "own"), ("attend_others", "other")):
+        monkeypatch.setattr(ring, name, noted(what, getattr(ring, name)))
+    attended(AttentionMode(algorithm=algorithm), whole(heads=2, key_heads=2, tokens=8), sizes=(2,) * 4)
+    assert list(order.values()) == [wanted] * 4
 
 
 def test_fewer_heads_than_ranks() -> None:
