@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,12 +56,13 @@ def hold(parallel: ParallelPipeline, sdxl_folder: Path) -> Hold:
 
     @contextmanager
     def held(pipe: Any) -> Iterator[ParallelPipeline]:
-        before = state.model
+        before, repeated = state.model, copy(state.executor._journal._entries)
         state.model = state.executor.call("adopt", pipe)[0]
         try:
             yield parallel
         finally:
             state.executor.call("load", str(sdxl_folder), {})
+            state.executor._journal._entries[:] = repeated  # later workers have no such pipeline
             state.model = before
 
     return held

@@ -84,6 +84,7 @@ def test_a_method_samples_from_the_callers_generators(parallel: ParallelPipeline
     """Those of torch, and those among its arguments; they go on from where they are afterwards."""
     found = []
     for pipe in (plain, parallel):
+        pipe(**CALL, generator=generator())  # the scheduler scales samples by the steps of the last call
         torch.manual_seed(3)
         given, named = generator(), generator(1)
         samples = [noise_of(pipe, None), noise_of(pipe, given), noise_of(pipe, given), torch.randn(3)]
