@@ -13,7 +13,7 @@ from patchpar.cli.flags import ModelFlags, plan_of
 from patchpar.cli.output_files import full_disk_named
 from patchpar.cli.pipeline_changes import change_pipeline
 from patchpar.cli.shutdown import ended_at_once
-from patchpar.errors import PatchparError, PlanError
+from patchpar.errors import PlanError
 from patchpar.models.refused_calls import refusal_of_steps
 from patchpar.models.task import RequestedTask, purpose_of
 
@@ -26,7 +26,7 @@ def sampling_in(pipe: Any, *steps: int | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for each in steps if not isinstance(error, PatchparError) else ():
+        for each in steps:
             if refusal := refusal_of_steps(getattr(pipe, "scheduler", None), each, error):
                 raise PlanError(f"--steps {each}: {refusal}: use another number, or another --scheduler") from error
         raise

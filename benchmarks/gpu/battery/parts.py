@@ -48,7 +48,7 @@ PARTS = (
         title="Tests",
         explanation="Each test marked `gpu`: ranks against one process, half precision, kernels against their eager "
         "twins, synchronisations, copies. Ranks with a card each use NCCL; where there is one card, three share it, to "
-        "NCCL as on four hosts: through sockets, and in turns on the card.",
+        "NCCL as on three hosts: through sockets, and in turns on the card.",
         least_seconds=20.0,
     ),
     Part(

@@ -87,28 +87,29 @@ def _layer_times(device: str, denoiser: Denoiser) -> dict[str, tuple[float, int 
 
 def overhead(device: str) -> Iterator[Row]:
     """Yield times of the plain forward, then of each strategy's steps on one rank."""
-    yield from left_out(device)
-    for name, denoiser in models(device):
-        with on_device(device), torch.no_grad():
-            plain = dict(of_plain(device, denoiser))
-            for step, times in plain.items():
-                yield {"model": name, "strategy": "plain", "step": step, **cells(times)}
-            for strategy in STRATEGIES:
-                yield from _rows_of(device, name, denoiser, strategy, plain)
+    yield from _steps_of(device, STRATEGIES)
 
 
 def compiled(device: str) -> Iterator[Row]:
     """Yield the same with the blocks compiled, of the plain forward and of the strategies that are recommended."""
+    backend = {} if device == "cuda" else {"backend": "eager"}
+    yield from _steps_of(
+        device, RECOMMENDED, lambda network: network.compile_repeated_blocks(fullgraph=True, **backend)
+    )
+
+
+def _steps_of(
+    device: str, strategies: Collection[str], change: Callable[[Any], object] = lambda network: None
+) -> Iterator[Row]:
+    """Yield times of the plain forward and of these strategies' steps, after a `change` of the network."""
     yield from left_out(device)
     for name, denoiser in models(device):
         with on_device(device), torch.no_grad():
-            denoiser.network.compile_repeated_blocks(
-                fullgraph=True, **({} if device == "cuda" else {"backend": "eager"})
-            )
+            change(denoiser.network)
             plain = dict(of_plain(device, denoiser))
             for step, times in plain.items():
                 yield {"model": name, "strategy": "plain", "step": step, **cells(times)}
-            for strategy in RECOMMENDED:
+            for strategy in strategies:
                 yield from _rows_of(device, name, denoiser, strategy, plain)
 
 
@@ -296,7 +297,6 @@ def seconds_of(device: str, call: Callable[[], object]) -> Times:
 def _mib_of(device: str, call: Callable[[], object]) -> float:
     """Return by how many MiB a GPU's tensors grow during a call, at most; 0 on a CPU."""
     if device == "cpu":
-        call()
         return 0.0
     call()  # what it keeps is there before
     wait(device)

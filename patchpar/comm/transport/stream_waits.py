@@ -35,6 +35,7 @@ from patchpar.launch.hang_detection import WORK_TIMES
 
 GLANCE = 0.5  # seconds between two looks at works in flight
 POLL = 1e-3
+GONE = ", as a rank is gone"
 
 
 class StreamStall(NamedTuple):
@@ -250,7 +251,7 @@ class StreamWaits:
             since, has_begun, _, what = self._awaited[0]
             waits = None if has_begun is None else has_begun()
             self._report(not self._closed and (waits is True or self._begin_lasts()))
-            lateness = ", as a rank is gone" if self._is_cut() else self._lateness(since, waits=waits)
+            lateness = GONE if self._is_cut() else self._lateness(since, waits=waits)
             if not lateness or self._closed:  # whose transport may have other groups by now
                 return
             self._late = what() + lateness
@@ -269,12 +270,10 @@ class StreamWaits:
             if begun is None or self._late or self._closed:
                 return False
             since, rank, where = begun
-            passed, limit = time.monotonic() - since, self._deadline() + 2 * self._computed
-            if passed <= limit and not self._is_cut():
-                return False
-            gone = ", as a rank is gone" if passed <= limit else f" within {limit:g} s"
-            self._late = f"rank {rank} at {where}: the other ranks have not come to the exchange{gone}"
-            return True
+            lateness = GONE if self._is_cut() else self._beyond_limit(time.monotonic() - since)
+            if lateness:
+                self._late = f"rank {rank} at {where}: the other ranks have not come to the exchange{lateness}"
+            return bool(lateness)
 
     def _lateness(self, since: float, *, waits: bool | None) -> str:
         """Return how the first awaited exchange is late, for the message; empty if it is not.
@@ -289,5 +288,9 @@ class StreamWaits:
         if waits and not self._waits_unseen:
             self._waits_since = self._waits_since or now
             passed = now - self._waits_since
-        limit = deadline + 2 * self._computed
+        return self._beyond_limit(passed)
+
+    def _beyond_limit(self, passed: float) -> str:
+        """Return, for the message, how long others had to come; empty if a wait of `passed` seconds is within that."""
+        limit = self._deadline() + 2 * self._computed
         return "" if passed <= limit else f" within {limit:g} s"
