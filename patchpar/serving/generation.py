@@ -18,7 +18,7 @@ from patchpar.errors import (
 )
 from patchpar.launch.remote_errors import has_broken_device
 from patchpar.models.info import PipelineInfo
-from patchpar.models.task import ANY_PROMPT, PipelineTask, purpose_of
+from patchpar.models.task import PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.plan.plan import Plan
@@ -29,6 +29,7 @@ from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
 from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.partial_images import CompletedImage, PartialImages
+from patchpar.serving.prompt_tokens import PromptTokens
 from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.ranks_in_service import check_in_service
@@ -58,7 +59,7 @@ class ImageGenerator:
         self.why_no_decoder = ""  # of partial images
         self._colours = ColourMap()
         self._pipe: ParallelPipeline | None = None
-        self._tokenizer: Any = None
+        self.tokens: PromptTokens | None = None
 
     def _slow_ranks(self) -> Mapping[int, float]:
         return {} if self._pipe is None else self._pipe.slow_ranks
@@ -111,11 +112,7 @@ class ImageGenerator:
         for lora in self.served.loras:
             self.loras.load(lora, pipe)
         self.scheduler = getattr(pipe, "scheduler", None)
-        self._tokenizer = getattr(pipe, "tokenizer", None)
-        try:
-            self._tokens(ANY_PROMPT)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            self._tokenizer = None  # one that does not take a plain text
+        self.tokens = PromptTokens(pipe)
 
     def warm_up(self, job: Job) -> None:
         """Make calls of two steps on all devices, which verify the split model."""
@@ -293,7 +290,4 @@ class ImageGenerator:
             self._pipe.close()
 
     def _tokens(self, prompt: str) -> int:
-        """Return the number of tokens of a prompt by the pipeline's first tokenizer; 0 if none takes a plain text."""
-        if not callable(self._tokenizer):
-            return 0
-        return len(self._tokenizer(prompt)["input_ids"])
+        return 0 if self.tokens is None else self.tokens.count(prompt)

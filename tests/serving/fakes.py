@@ -19,6 +19,7 @@ from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
 from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
+from patchpar.serving.prompt_tokens import PromptTokens
 from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.settings import ServedModel
@@ -61,6 +62,7 @@ class FakeGenerator:
         self.ranks = RankPool(len(self.served.devices), answers=self.pings)
         self.task: PipelineTask | None = None
         self.scheduler: Any = None
+        self.tokens: PromptTokens | None = None
         self.loras = LoraRegistry()
         self.pipe: Any = None
         self.makes_videos = self.can_batch = False

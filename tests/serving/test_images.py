@@ -25,6 +25,7 @@ from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.image_request import parse_request
 from patchpar.serving.job import Cancelled
+from patchpar.serving.prompt_tokens import PromptTokens
 from patchpar.serving.server import ModelServer
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServedModel, ServerSettings
@@ -41,6 +42,16 @@ def client(embedded: ImageService) -> Any:
 
 def image_of(data: str) -> Any:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+class Words:
+    """A tokenizer that takes so many words."""
+
+    def __init__(self, limit: int) -> None:
+        self.model_max_length = limit
+
+    def __call__(self, text: str) -> dict[str, list[str]]:
+        return {"input_ids": text.split()}
 
 
 @cache
@@ -66,6 +77,31 @@ def test_images_of_a_seed_are_those_of_the_pipeline(client: Any, pipe: ParallelP
     assert found["usage"]["input_tokens"] == len(pipe.tokenizer(PROMPT)["input_ids"])
     figures = found["patchpar"]
     assert (figures["seed"], figures["steps"], figures["ranks"], figures["plan"]) == (7, 4, 1, "single")
+
+
+def test_a_prompt_that_is_too_long_is_answered_with_a_warning(client: Any, pipe: ParallelPipeline) -> None:
+    """A text encoder takes so many tokens, and the rest of the prompt is not used."""
+    limit = pipe.tokenizer.model_max_length
+    fits, long = " ".join(["red"] * (limit - 2)), " ".join(["red"] * (limit - 1))
+    asked = {**SMALL, "num_inference_steps": 1}
+    assert "warning" not in client.post(PATH, json={**asked, "prompt": fits}).headers
+    warning = client.post(PATH, json={**asked, "prompt": long, "negative_prompt": long}).headers["warning"]
+    wanted = f"prompt has {limit + 1} tokens, of which this model takes {limit}"
+    assert warning == f'299 patchpar "{wanted}", 299 patchpar "negative_{wanted}"'
+
+
+def test_the_longest_prompt_is_that_of_the_tokenizer_that_takes_most() -> None:
+    """It is unknown where the pipeline has a limit of its own, or a tokenizer has none."""
+
+    def tokens(parameters: dict[str, Any], *limits: float) -> PromptTokens:
+        names = ("tokenizer", "tokenizer_2", "tokenizer_3")
+        made = {name: Words(int(limit)) for name, limit in zip(names, limits, strict=False)}
+        return PromptTokens(SimpleNamespace(description=SimpleNamespace(parameters=parameters), **made))
+
+    five = "a b c d e"
+    assert tokens({}, 4).unused(five) == "has 5 tokens, of which this model takes 4"
+    assert tokens({}, 4, 5).unused(five) == tokens({"max_sequence_length": 3}, 4).unused(five) == ""
+    assert tokens({}, 4, 1e30).unused(five) == tokens({}).unused(five) == ""
 
 
 def test_arguments_reach_the_pipeline(client: Any, pipe: ParallelPipeline) -> None:
