@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,23 @@ def _pointwise(network: Any, site: Any) -> None:
         return torch.tanh(x) * (1 + 0.1 * count[0]) if count[0] > FIRST_WITH_EFFECT else 0.5 * x
 
     after(site, change)
+
+
+class Scaled:
+    """Scales by the next number of a source."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * (0.5 + self.source.random())
+
+
+def _in_turn(network: Any, site: Any) -> None:
+    """Two objects that take numbers from one source."""
+    source = random.Random(0)
+    for _ in range(2):
+        after(site, Scaled(source))
 
 
 def _reused(network: Any, site: Any) -> None:
@@ -240,6 +258,7 @@ PLANTS: dict[str, Plant] = {
     "by factor": _by_factor,
     "by tensor": _by_tensor,
     "pointwise": _pointwise,
+    "in turn": _in_turn,
     "reused": _reused,
     "smoothed": _smoothed,
     "generator": _generator,
