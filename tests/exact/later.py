@@ -160,6 +160,13 @@ def _smoothed(network: Any, site: Any) -> None:
     after(site, change)
 
 
+def _smoothed_then_more(network: Any, site: Any) -> None:
+    """A running mean, and in the last step of an image one more function of it."""
+    _smoothed(network, site)
+    count = itertools.count(1)
+    after(site, lambda x: torch.tanh(x) if next(count) == len(TIMES) else x)
+
+
 def _generator(network: Any, site: Any) -> None:
     """State that cannot be put back."""
     factors = (factor for factor in itertools.cycle([0.5]))
@@ -261,6 +268,7 @@ PLANTS: dict[str, Plant] = {
     "in turn": _in_turn,
     "reused": _reused,
     "smoothed": _smoothed,
+    "smoothed, then more": _smoothed_then_more,
     "generator": _generator,
     "written": _written,
 }

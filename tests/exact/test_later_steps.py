@@ -112,6 +112,14 @@ def test_what_cannot_be_put_back_is_refused_in_words(ranks: Any, tmp_path: Path,
         assert words in found["message"], found
 
 
+def test_what_steps_kept_that_were_not_compared_cannot_be_compared_later(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks.run(FOUND, 2, "unet", "smoothed, then more", str(tmp_path)):
+        assert found["step"] == len(TIMES) - 1, found
+        assert found["message"].startswith("UnsupportedModel: ")
+        assert "keeps tensors of this rank's part from one call to the next" in found["message"], found
+        assert max(found["errors"]) <= LIMIT
+
+
 @pytest.mark.parametrize(
     ("degrees", "refused_by"), [({"tensor": 2}, "tensor=2"), ({"stage": 2}, "stage=2")], ids=["tensor", "stage"]
 )
