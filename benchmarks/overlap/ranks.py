@@ -70,9 +70,6 @@ class RecordedWork(Work[Messages]):
         super().__init__(pending.incoming, pending.where)
         self._pending, self._send_recv, self._recorder = pending, send_recv, recorder
 
-    def is_here(self, index: int) -> bool:
-        return self._pending.is_here(index)
-
     def _receive(self, index: int) -> list[Tensor]:
         with self._noted():
             return self._pending.wait_for(index)

@@ -16,9 +16,7 @@ def all_reduce(mesh: AxisComm, kind: str, where: str, own: Tensor) -> Tensor:
     scattered first, so that a rank sends 2 (P - 1) / P times its size, not P - 1. Blocks. Raises ExchangeError.
     """
     comm, axis = mesh
-    if axis.size == 1:
-        return own
-    if axis.size == 2 or own.numel() < SCATTERED:
+    if axis.size <= 2 or own.numel() < SCATTERED:
         return _sum_of(comm.all_gather(axis, kind, where, own).wait())
     part = -(-own.numel() // axis.size)
     padded = own.new_zeros(part * axis.size)

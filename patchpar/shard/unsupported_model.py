@@ -1,6 +1,6 @@
 """Failures of a split model as UnsupportedModel with a reason; what fails without the split raises its own error."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,27 +73,29 @@ def refuse_gradients(network: object, plan: str, call: Any) -> None:
         )
 
 
-def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return attributes of attention processors that contain tensors, by path of the layer and attribute name."""
-    found: dict[tuple[str, str], Any] = {}
+def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
+    """Return the tensors, of any shape, in attributes of attention processors, by path of the layer and attribute."""
+    found: dict[tuple[str, str], list[Tensor]] = {}
     for path, layer in network.named_modules():
         processor = getattr(layer, "processor", None)
         if processor is None or isinstance(processor, nn.Module):
             continue
         for name, value in getattr(processor, "__dict__", {}).items():
-            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-                found[path, name] = value
+            if kept := [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]:
+                found[path, name] = kept
     return found
 
 
-def refuse_what_processors_keep(network: nn.Module, plan: str, before: Mapping[tuple[str, str], Any]) -> None:
+def refuse_what_processors_keep(
+    network: nn.Module, plan: str, before: Mapping[tuple[str, str], Sequence[Tensor]]
+) -> None:
     """Raise UnsupportedModel where a processor holds other tensors than `before` the call.
 
     Self-attention guidance (arXiv:2210.00939) and attention stores read the weights of a whole call there, but would
     get those of this rank's part.
     """
-    for (path, name), value in kept_by_processors(network).items():
-        if before.get((path, name)) is not value:
+    for (path, name), kept in kept_by_processors(network).items():
+        if [id(x) for x in before.get((path, name), ())] != [id(x) for x in kept]:
             raise UnsupportedModel(
                 f"the attention processor of {path} in {type(network).__name__} keeps {name} of each call for other "
                 f"code to read, and under plan {plan} it covers this rank's part only. Use one device, or data=N, for "

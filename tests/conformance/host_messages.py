@@ -51,12 +51,12 @@ class HostWork(Work[Messages]):
             self._numbers.append(host.taken[message.peer])
             host.taken[message.peer] += 1
 
-    def is_here(self, index: int) -> bool:
+    def _is_here(self, index: int) -> bool:
         return len(self._host.sent[self.incoming[index].peer, self._host.rank]) > self._numbers[index]
 
     def _receive(self, index: int) -> list[Tensor]:
         message, host = self.incoming[index], self._host
-        host.turns.wait(host.rank, lambda: self.is_here(index))
+        host.turns.wait(host.rank, lambda: self._is_here(index))
         found = host.sent[message.peer, host.rank][self._numbers[index]]
         assert [(tuple(x.shape), x.dtype) for x in found] == [(spec.shape, spec.dtype) for spec in message.specs]
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,23 @@ def _pointwise(network: Any, site: Any) -> None:
     after(site, change)
 
 
+class Scaled:
+    """Scales by the next number of a source."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source = source
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * (0.5 + self.source.random())
+
+
+def _in_turn(network: Any, site: Any) -> None:
+    """Two objects that take numbers from one source."""
+    source = random.Random(0)
+    for _ in range(2):
+        after(site, Scaled(source))
+
+
 def _reused(network: Any, site: Any) -> None:
     """The output of the step before in every second step, as caches of features do."""
     kept: dict[str, Any] = {"step": 0}
@@ -140,6 +158,13 @@ def _smoothed(network: Any, site: Any) -> None:
         return kept[0]
 
     after(site, change)
+
+
+def _smoothed_then_more(network: Any, site: Any) -> None:
+    """A running mean, and in the last step of an image one more function of it."""
+    _smoothed(network, site)
+    count = itertools.count(1)
+    after(site, lambda x: torch.tanh(x) if next(count) == len(TIMES) else x)
 
 
 def _generator(network: Any, site: Any) -> None:
@@ -240,8 +265,10 @@ PLANTS: dict[str, Plant] = {
     "by factor": _by_factor,
     "by tensor": _by_tensor,
     "pointwise": _pointwise,
+    "in turn": _in_turn,
     "reused": _reused,
     "smoothed": _smoothed,
+    "smoothed, then more": _smoothed_then_more,
     "generator": _generator,
     "written": _written,
 }

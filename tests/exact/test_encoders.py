@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from diffusers.hooks import apply_layerwise_casting
+from torch import nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.shard.encoders.one_rank import OneRankEncoders
 
 ON_RANKS = "tests.exact.encoders"
 
@@ -71,3 +79,32 @@ def test_other_uses_of_an_encoder_work_or_are_refused_in_words(ranks: Any) -> No
             assert "encoders=all" in text
         else:
             assert text == first[name]
+
+
+def _compiled(network: nn.Module) -> nn.Module:
+    network.compile()
+    return network
+
+
+def _cast_layer_by_layer(network: nn.Module) -> nn.Module:
+    apply_layerwise_casting(network, storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    return network
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (_compiled, "is compiled"),
+        (_cast_layer_by_layer, "has hooks that may move or convert its weights"),
+        (lambda network: network.to("meta"), "has a weight that is a meta tensor"),
+    ],
+    ids=["compiled", "cast", "meta"],
+)
+def test_an_encoder_that_cannot_be_on_one_rank_is_refused_as_it_is(
+    made: Callable[[nn.Module], nn.Module], reason: str
+) -> None:
+    network = made(nn.Sequential(nn.Linear(2, 2)))
+    before = dict(vars(network[0]))
+    with pytest.raises(UnsupportedModel, match=f"text_encoder {reason}.*: use encoders=all"):
+        OneRankEncoders({"text_encoder": network}, [], Axis("patch", 1, 2, (0, 1)), torch.device("cpu"), pytest.fail)
+    assert vars(network[0]) == before

@@ -13,7 +13,14 @@ from tests.exact.later import FIRST_WITH_EFFECT, TIMES
 FOUND = "tests.exact.later:found"
 LIMIT = 1e-5
 MIXING = ["counted", "hook", "by time", "by factor", "by tensor"]
-HARMLESS = {"pointwise": True, "reused": False, "smoothed": False, "processor": False, "skipped blocks": False}
+HARMLESS = {
+    "pointwise": True,
+    "in turn": True,
+    "reused": False,
+    "smoothed": False,
+    "processor": False,
+    "skipped blocks": False,
+}
 """Whether each step computes what none before did, so that each is compared."""
 BOTH = ("unet", "tokens")
 
@@ -103,6 +110,14 @@ def test_what_cannot_be_put_back_is_refused_in_words(ranks: Any, tmp_path: Path,
         assert found["step"] == 0
         assert found["message"].startswith("UnsupportedModel: ")
         assert words in found["message"], found
+
+
+def test_what_steps_kept_that_were_not_compared_cannot_be_compared_later(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks.run(FOUND, 2, "unet", "smoothed, then more", str(tmp_path)):
+        assert found["step"] == len(TIMES) - 1, found
+        assert found["message"].startswith("UnsupportedModel: ")
+        assert "keeps tensors of this rank's part from one call to the next" in found["message"], found
+        assert max(found["errors"]) <= LIMIT
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ Tensor = torch.Tensor
 class Silence(Work[Any]):
     """Messages of zeros, there at once."""
 
-    def is_here(self, index: int) -> bool:
-        return True
-
     def _receive(self, index: int) -> list[Tensor]:
         return [torch.zeros(spec.shape, dtype=spec.dtype) for spec in self.incoming[index].specs]
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusionImg2ImgPipeline
 from torch import nn
 from torch.nn import functional as F
 
+from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.attention_map import AttentionMap, AttentionRecorder
 from patchpar.strategies.structure.content_tokens import ContentTokens
+from patchpar.strategies.structure.initial_noise import SharedNoise
 from patchpar.strategies.structure.options import StructureGuidance
 from tests.tensors import noise
 from tests.tiny import Tiny, build
@@ -168,3 +171,23 @@ def test_words_of_a_negative_prompt_are_not_content(sd: Tiny) -> None:
             large.finish()
     finally:
         large.restore()
+
+
+def test_a_pipeline_that_is_refused_is_left_as_it_was(sd: Tiny) -> None:
+    """One that begins with an image has no noise of its own to correlate."""
+    pipe = StableDiffusionImg2ImgPipeline(**sd.pipe.components, requires_safety_checker=False)
+    options, axis = StructureGuidance(native=64, preset="paper", shared_noise=0.1), Axis("patch")
+    with pytest.raises(UnsupportedModel, match=r"shared_noise=0.1: .*Img2ImgPipeline does not begin with noise alone"):
+        options.install(sd.denoiser, None, axis, pipe=pipe)  # type: ignore[arg-type]
+    assert not pipe.text_encoder._forward_pre_hooks
+    assert "prepare_latents" not in vars(pipe)
+
+
+@pytest.mark.parametrize("latents", [torch.zeros(1, 16, 8), torch.zeros(1, 4, 3, 8, 8)], ids=["tokens", "video"])
+def test_noise_that_is_no_image_is_not_correlated(latents: torch.Tensor) -> None:
+    pipe = SimpleNamespace(prepare_latents=lambda: latents)
+    shared = SharedNoise(pipe, 0.1, lambda x: pytest.fail("it is no map"))
+    with pytest.raises(UnsupportedModel, match=r"shared_noise=0.1: SimpleNamespace .*: use shared_noise=0"):
+        pipe.prepare_latents()
+    shared.close()
+    assert pipe.prepare_latents() is latents

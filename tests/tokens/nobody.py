@@ -19,10 +19,6 @@ class Unanswered(Work[Messages]):
         super().__init__(incoming, where)
         self._device = device
 
-    def is_here(self, index: int) -> bool:
-        """Always."""
-        return True
-
     def _receive(self, index: int) -> list[Tensor]:
         message = self.incoming[index]
         into = message.into or [None] * len(message.specs)

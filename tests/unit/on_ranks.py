@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -127,26 +126,6 @@ def any_order(this: PoolRank, order: list[int]) -> list[bool]:
         for peer, (x,) in zip(peers, pending[number].wait(), strict=True):
             found.append(torch.equal(x, torch.full((2 + number, 3), 10.0 * peer + number)))
     return found
-
-
-def seen_pending(this: PoolRank) -> list[bool]:
-    """Whether a message is said to be here: before it is sent, when it has come, and after it was fetched."""
-    transport, peer, spec = this.transport, 1 - this.rank, TensorSpec((3,), torch.float32)
-    word = Outgoing((peer,), (torch.ones(3),))
-    if this.rank:
-        transport.send_recv([], [Incoming(peer, (spec,))], "go on").wait()
-        sent = transport.send_recv([word], [], "here")
-        sent.wait()
-        return []
-    pending = transport.send_recv([], [Incoming(peer, (spec,))], "here")
-    found = [pending.is_here(0)]
-    transport.send_recv([word], [], "go on").wait()
-    give_up = time.monotonic() + 20
-    while not pending.is_here(0) and time.monotonic() < give_up:
-        time.sleep(0.001)
-    found.append(pending.is_here(0))
-    pending.wait_for(0)
-    return [*found, pending.is_here(0)]
 
 
 def put_where_wanted(this: PoolRank) -> dict[str, bool]:

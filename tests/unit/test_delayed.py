@@ -166,24 +166,6 @@ def test_what_has_arrived_meanwhile_costs_nothing() -> None:
 
 
 @by_clock
-def test_what_the_link_still_has_is_not_here() -> None:
-    def run(line: DelayedTransport) -> tuple[bool, bool, bool, bool]:
-        pending = line.send_recv(outgoing(line, [1000]), incoming(line, [1000]), "here")
-        at_first = pending.is_here(0)
-        give_up = time.monotonic() + 60
-        while not pending._pending.is_here(0) and time.monotonic() < give_up:
-            time.sleep(0.001)
-        CLOCK.sleep(0.5)
-        before = pending.is_here(0)
-        CLOCK.sleep(0.0011)
-        after = pending.is_here(0)
-        pending.wait()
-        return at_first, before, after, pending.is_here(0)
-
-    assert behind(0.5, RATE, run) == [(False, False, True, True)] * 2
-
-
-@by_clock
 def test_small_messages_overtake_large_ones_only_where_they_may() -> None:
     def run(line: DelayedTransport) -> list[float]:
         pending = line.send_recv(outgoing(line, [400_000, 1000]), incoming(line, [400_000, 1000]), "here")

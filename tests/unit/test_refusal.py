@@ -131,3 +131,21 @@ def test_what_attention_processors_keep_of_a_part_is_refused() -> None:
         called([], torch.ones(2), Watched(keeps=True), patch=2)
     assert called([], torch.ones(2), Watched(keeps=False), patch=2).sum() == 4
     assert called([], torch.ones(2), Watched(keeps=True), data=2).sum() == 4
+
+
+class Adding(Watched):
+    """One whose processor has kept something already."""
+
+    def __init__(self) -> None:
+        super().__init__(keeps=False)
+        self.attn.processor.maps = [torch.zeros(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attn.processor.maps.append(x.softmax(-1))
+        return 2 * x
+
+
+def test_what_they_add_to_what_they_have_is_refused_too() -> None:
+    """As one that has appended to a list before the model was made parallel, or in a call that was refused."""
+    with pytest.raises(UnsupportedModel, match="processor of attn in Adding keeps maps"):
+        called([], torch.ones(2), Adding(), patch=2)

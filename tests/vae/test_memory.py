@@ -107,9 +107,6 @@ class Nowhere:
 
 
 class Arrived(Work[Messages]):
-    def is_here(self, index: int) -> bool:
-        return True
-
     def _receive(self, index: int) -> list[Tensor]:
         return [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in self.incoming[index].specs]
 

@@ -106,10 +106,6 @@ class DelayedWork(Work[Messages]):
         super().__init__(incoming, where)
         self._transport, self._pending = transport, pending
 
-    def is_here(self, index: int) -> bool:
-        """Whether one message has arrived, and its link would have delivered it by now."""
-        return self._pending.is_here(index) and _there(self._pending.wait_for(index)[0]) <= time.monotonic()
-
     def _receive(self, index: int) -> list[Tensor]:
         give_up = time.monotonic() + self._transport.deadline
         stamp, *tensors = self._pending.wait_for(index)

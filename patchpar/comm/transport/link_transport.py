@@ -188,11 +188,6 @@ class JointWork(Work[Messages]):
         self._parts = [work for work, _ in parts]
         self._at = {index: (work, number) for work, at in parts for number, index in enumerate(at)}
 
-    def is_here(self, index: int) -> bool:
-        """See Work."""
-        work, number = self._at[index]
-        return work.is_here(number)
-
     def _receive(self, index: int) -> list[torch.Tensor]:
         work, number = self._at[index]
         return work.wait_for(number)

@@ -155,10 +155,6 @@ class Work(ABC, Generic[T]):
         return self._received
 
     @abstractmethod
-    def is_here(self, index: int) -> bool:
-        """Whether `wait_for(index)` is known to return or raise without blocking."""
-
-    @abstractmethod
     def _receive(self, index: int) -> list[Tensor]:
         """Wait for one message, in any order, once for each. Raises ExchangeError."""
 
@@ -181,10 +177,6 @@ class Arrived(Work[T]):
     def then(self, arrange: Callable[[T], U]) -> "Work[U]":
         """See Work."""
         return Arrived(arrange(self._values), self.where)
-
-    def is_here(self, index: int) -> bool:
-        """Whether `wait_for` would not block: there is no message."""
-        return True
 
     def _receive(self, index: int) -> list[Tensor]:
         raise IndexError(f"{self.where}: no message {index}")

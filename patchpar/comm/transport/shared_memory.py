@@ -199,13 +199,6 @@ class SharedMemoryTransport(Poisonable):
         self._say_read(line, found, where)
         return received
 
-    def has_come(self, numbered: Numbered) -> bool:
-        """Whether a message has arrived, or never will because its sender is gone. `numbered`: see `number`."""
-        line, number = numbered
-        while number not in line.arrived and line.read(self._arena):
-            pass
-        return number in line.arrived or line.closed
-
     def _frame_of(self, line: PeerSocket, number: int, where: str) -> ArrivedMessage:
         start, moved = time.monotonic(), line.moved
         give_up = start + self.deadline
@@ -272,12 +265,6 @@ class SharedMemoryWork(Work[Messages]):
         for found, (line, number) in zip(self._received, getattr(self, "_numbers", ()), strict=False):
             if found is None:
                 line.unwanted.append(number)
-
-    def is_here(self, index: int) -> bool:
-        """Whether one message can be fetched without blocking."""
-        if self._received[index] is not None:
-            return True
-        return self._transport.has_come(self._numbers[index])
 
     def _receive(self, index: int) -> list[Tensor]:
         return self._transport.fetch(self.incoming[index], self._numbers[index], self.where)

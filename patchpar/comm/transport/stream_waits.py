@@ -60,10 +60,6 @@ class Enqueued:
         """Return at once: what follows on the stream comes after the exchange."""
         return True
 
-    def is_completed(self) -> bool:
-        """Whether it is known to be over, which is not asked."""
-        return False
-
 
 ENQUEUED: Any = Enqueued()
 Awaited = tuple[float, Callable[[], bool] | None, Callable[[], bool], Callable[[], str]]

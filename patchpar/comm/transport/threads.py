@@ -57,11 +57,6 @@ class Mailboxes:
             self._held[MailboxKey(sender, receiver, number)] = message
             self._changed.notify_all()
 
-    def has(self, key: MailboxKey) -> bool:
-        """Whether a message is there, or never will be because a rank has failed."""
-        with self._changed:
-            return key in self._held or bool(self._failure)
-
     def take(self, key: MailboxKey, seconds: float) -> HandedOver | None:
         """Return a message; None after `seconds` without it. Raises ExchangeError once a rank has failed."""
         with self._changed:
@@ -176,10 +171,6 @@ class ThreadWork(Work[Messages]):
     def __init__(self, transport: ThreadTransport, incoming: Sequence[Incoming], where: str) -> None:
         super().__init__(incoming, where)
         self._transport, self._keys = transport, [transport.number(message) for message in incoming]
-
-    def is_here(self, index: int) -> bool:
-        """Whether one message can be taken without blocking."""
-        return self._received[index] is not None or self._transport.mailboxes.has(self._keys[index])
 
     def _receive(self, index: int) -> list[Tensor]:
         return self._transport.fetch(self.incoming[index], self._keys[index], self.where)

@@ -60,10 +60,6 @@ class TorchWork(Work[T]):
         self._transport, self._works = transport, works
         self._sent, self._raw = buffers
 
-    def is_here(self, index: int) -> bool:
-        """Whether the batch is known to have arrived: with gloo only after a wait."""
-        return all(work.is_completed() for work in self._works)
-
     def _receive(self, index: int) -> list[Tensor]:
         """Receive one message into its buffers. Works may be coalesced, so this waits for the whole batch."""
         self._leave()
@@ -116,10 +112,6 @@ class FilledBuffer(TorchWork[Tensor]):
         self.incoming = (*other.incoming, *self.incoming)
         other._works, other._sent, other._joined = (), (), self
         return self
-
-    def is_here(self, index: int) -> bool:
-        """See Work."""
-        return super().is_here(index) if self._joined is None else self._joined.is_here(index)
 
     def _finish(self) -> Tensor:
         if self._joined is None:

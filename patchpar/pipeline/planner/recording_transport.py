@@ -195,10 +195,6 @@ class RecordedWork(Work[T]):
         self._begun = tape.begun()
         self._is_over = False
 
-    def is_here(self, index: int) -> bool:
-        """Whether `wait_for` would not block: messages are taken in their order."""
-        return True
-
     def _finish(self) -> Any:
         found = super()._finish()
         return found if self._filled is None else self._filled

@@ -4,7 +4,7 @@ import functools
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -42,7 +42,7 @@ def roots_of(network: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
         yield (path, "hooks"), tuple(hook for _, hook in hooks_of(module))
     for kind in classes:
         yield (kind.__qualname__, "class"), tuple(getattr(kind, name, None) for name in CALLED)
-        yield (kind.__qualname__, "itself"), kind
+        yield (kind.__qualname__, "code"), _code_of(kind)
     yield ("torch",), tuple(function for _, function in replaced_functions())
     yield ("torch hooks",), tuple(each for name in GLOBAL_HOOKS for each in getattr(hooked, name).values())
 
@@ -64,6 +64,12 @@ def holders_of(value: Any) -> Iterator[tuple[str, Holder]]:
         yield from _of_container(value)
 
 
+def _code_of(kind: type) -> tuple[Any, ...]:
+    """Return the foreign classes among a class and its bases, with their functions."""
+    kinds = [each for each in kind.__mro__ if is_foreign(each.__module__)]
+    return tuple(each for own in kinds for each in (own, *vars(own).values()) if isinstance(each, (type, FunctionType)))
+
+
 def _of_container(value: Any) -> Iterator[tuple[str, Holder]]:
     if type(value) in DICTS:
         yield "dict", _of_mapping(value)
@@ -71,20 +77,16 @@ def _of_container(value: Any) -> Iterator[tuple[str, Holder]]:
         yield "list", _of_list(value)
     elif type(value) is set:
         yield "set", Holder(lambda: {each: None for each in value}, lambda entries: _fill_set(value, entries))
-    elif is_foreign(type(value).__module__):
+    elif is_foreign(type(value).__module__) and package_of(type(value).__module__) != "numpy":  # which is copied
         if isinstance(value, (dict, list, deque)):
             yield "items", _of_mapping(value) if isinstance(value, dict) else _of_list(value)
+        yield "code", _constant(dict(enumerate(_code_of(type(value)))))
         if hasattr(value, "__dict__"):
             yield "object", _of_mapping(vars(value))
-        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        kinds = [vars(kind) for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+        slots = [name for kind in kinds for name, each in kind.items() if isinstance(each, MemberDescriptorType)]
         if slots:
             yield "slots", _of_attributes(value, slots)
-
-
-def _slots_of(kind: type) -> tuple[str, ...]:
-    found = vars(kind).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Holder]]:

@@ -29,7 +29,7 @@ class SavedState:
     def __init__(self, network: nn.Module, device: torch.device) -> None:
         self._device = device
         self._saved: list[tuple[Holder, Entries]] = []
-        self._copies: dict[tuple[int, Any], Any] = {}
+        self._copies: list[tuple[Any, Any]] = []  # what changes without being replaced, each with its copy
         self.tensors: dict[Path, Tensor] = {}
         self._random = _random_states(device)
         seen: dict[int, Any] = {}
@@ -49,14 +49,14 @@ class SavedState:
         if id(value) in seen:
             return
         seen[id(value)] = value
+        self._copy(value)
         for name, holder in holders_of(value):
             entries = holder.read()
             self._saved.append((holder, entries))
             for key, each in entries.items():
-                self._copy(len(self._saved) - 1, key, each)
                 yield (*path, name, key), each
 
-    def _copy(self, number: int, key: Any, value: Any) -> None:
+    def _copy(self, value: Any) -> None:
         """Keep a copy of what changes without being replaced, such as an iterator."""
         if isinstance(value, GeneratorType):
             raise UnsupportedModel(
@@ -64,29 +64,29 @@ class SavedState:
                 "network to the next, which cannot be put back after the calls that verify a plan: keep a number or "
                 "a list instead, use verify=False, or use one device"
             )
+        if isinstance(value, type):
+            return
         if isinstance(value, torch.Generator):
-            self._copies[number, key] = value.get_state()
+            self._copies.append((value, value.get_state()))
         elif hasattr(value, "__next__") and not isinstance(value, nn.Module):
-            self._copies[number, key] = _copied(value, copy.copy)
+            self._copies.append((value, _copied(value, copy.copy)))
         elif isinstance(value, (bytearray, random.Random)) or type(value).__module__.startswith("numpy"):
-            self._copies[number, key] = _copied(value, copy.deepcopy)
+            self._copies.append((value, _copied(value, copy.deepcopy)))
 
     def put_back(self, twins: Mapping[int, Tensor] | None = None) -> None:
         """Make the state what it was. `twins`: tensors, of any shape, that take the place of others, by their id."""
-        for number, (holder, entries) in enumerate(self._saved):
-            wanted = {key: self._entry(number, key, value, twins or {}) for key, value in entries.items()}
+        others: dict[int, Any] = {**(twins or {})}
+        for value, kept in self._copies:
+            if isinstance(value, torch.Generator):
+                value.set_state(kept)
+            else:  # one for all places that have it
+                others[id(value)] = _copied(kept, copy.copy if hasattr(value, "__next__") else copy.deepcopy)
+        for holder, entries in self._saved:
+            wanted = {key: _replaced(value, others) for key, value in entries.items()}
             if not _are_same(holder.read(), wanted):
                 holder.write(wanted)
         for state in self._random:
             state.write(state.value)
-
-    def _entry(self, number: int, key: Any, value: Any, twins: Mapping[int, Tensor]) -> Any:
-        kept = self._copies.get((number, key))
-        if isinstance(value, torch.Generator) and kept is not None:
-            value.set_state(kept)
-        elif kept is not None:
-            return _copied(kept, copy.copy if hasattr(value, "__next__") else copy.deepcopy)
-        return _replaced(value, twins)
 
     @property
     def has_written_tensors(self) -> bool:
@@ -99,7 +99,7 @@ class SavedState:
         return (
             self.has_written_tensors
             or any(not _are_same(holder.read(), entries) for holder, entries in self._saved)
-            or any(not _is_as_copied(self._saved[at][1][key], kept) for (at, key), kept in self._copies.items())
+            or not all(_is_as_copied(value, kept) for value, kept in self._copies)
             or any(not _is_equal_state(state.read(), state.value) for state in self._random)
         )
 
@@ -125,16 +125,14 @@ def _is_equal_number(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, (int, float, str, bytes, torch.Size)) and one == other
 
 
-def _replaced(value: Any, twins: Mapping[int, Tensor]) -> Any:
-    """Return a value with its tensors, also those in tuples, replaced."""
-    if isinstance(value, Tensor):
-        return twins.get(id(value), value)
-    if isinstance(value, tuple) and twins and type(value) is not torch.Size:
-        items = [_replaced(each, twins) for each in value]
+def _replaced(value: Any, others: Mapping[int, Any]) -> Any:
+    """Return what takes the place of a value by its id, also of those in tuples; else the value."""
+    if isinstance(value, tuple) and others and type(value) is not torch.Size:
+        items = [_replaced(each, others) for each in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return others.get(id(value), value)
 
 
 class _RandomState(NamedTuple):

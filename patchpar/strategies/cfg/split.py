@@ -96,7 +96,7 @@ class GuidanceProgress:
 
 
 class GuidanceSplit:
-    """Distributes guidance branches over `axis`. Every call of every denoiser goes through `denoise` on every rank.
+    """Distributes guidance branches over `axis`, of several ranks. Every call of every denoiser goes through `denoise`.
 
     Call `reset` before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
     next call, see `Batch.known`; `by_branch`: what `layers_of` returns of its network; `counts_calls`: its cache.
@@ -164,8 +164,6 @@ class GuidanceSplit:
 
         Raises PlanError if there is no guidance to split, ExchangeError if another rank is late or out of step.
         """
-        if self._axis.size == 1:
-            return forward(*args, **kwargs)
         progress, sample = self._progress, sample_of(args, kwargs)
         self._count(sample)
         if self._clock.branches > 1:
@@ -178,8 +176,7 @@ class GuidanceSplit:
 
     def pass_over(self, *args: Any, **kwargs: Any) -> None:
         """Count a call whose output is known already, on every rank."""
-        if self._axis.size > 1:
-            self._count(sample_of(args, kwargs))
+        self._count(sample_of(args, kwargs))
 
     def _count(self, sample: Any) -> None:
         if self._clock.evaluation != self._progress.step:
@@ -198,7 +195,7 @@ class GuidanceSplit:
         self.catch_up()
         sample = sample_of(args, kwargs)
         batch = Batch.of(sample, self.carriers)
-        if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
+        if self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
             return forward(*args, **kwargs)
         own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)

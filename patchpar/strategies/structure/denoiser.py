@@ -75,6 +75,8 @@ class HighResDenoiser:
         (self._comm, self.axis), self.clock = mesh, clock or StepClock()
         self.exchange, self._watched, self._is_whole = "on", False, False
         self.native = NativeSize.of(pipe, denoiser, method.native)
+        self.team = team_of(denoiser, mesh, method.bands, self.native, verifications)
+        self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         attention = AttentionMap(denoiser)
         if method.guidance.masked and not attention.layers and self.axis.rank == 0:
             log.warning("%s has no known attention to text: its mask is 1 everywhere", type(denoiser).__name__)
@@ -82,13 +84,11 @@ class HighResDenoiser:
         self._structure = InterlacedStage(method, mesh, self.clock, attention, self._content)
         self._detail = WindowStage(method, mesh, self.clock, denoiser)
         self._after = AfterGuidance(mesh, self.clock, pipe)
-        self.team = team_of(denoiser, mesh, method.bands, self.native, verifications)
         self._check = None
         if verifications is not None:
             of_team = None if self.team is None else self.team.foreign
             self._check = PatchCheck(denoiser, self._comm, verifications, of_team)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
-        self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
         self._calls_by_branch = describe(pipe).guided_by_true_scale
         self._branches: dict[Any, int] = {}

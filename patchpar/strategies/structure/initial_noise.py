@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import Step, WithinSteps, refuse_second_order, with_sample
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
@@ -52,7 +53,8 @@ class SharedNoise:
         def prepare_latents(*args: Any, **kwargs: Any) -> Any:
             return self._made_alike(original(*args, **kwargs))
 
-        pipe.prepare_latents = prepare_latents
+        self._hooks = HookSet()
+        self._hooks.replace(pipe, "prepare_latents", prepare_latents)
 
     def _made_alike(self, latents: Any) -> Tensor:
         if not isinstance(latents, Tensor) or latents.ndim != 4:
@@ -63,7 +65,7 @@ class SharedNoise:
 
     def close(self) -> None:
         """Restore the pipeline's own prepare_latents."""
-        del self._pipe.prepare_latents
+        self._hooks.close()
 
 
 class FreshNoise(WithinSteps):
