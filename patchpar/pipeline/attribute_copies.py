@@ -23,6 +23,11 @@ class AttributeCopies:
         if isinstance(getattr(value, "config", None), Mapping) or _is_tokenizer(value):
             self._read[name] = value, _state_of(value)
 
+    def name_of(self, value: Any) -> str | None:
+        """Return the name of the tokenizer of which a script has got `value`, unless that was changed; else None."""
+        read = self._read.items() if _is_tokenizer(value) else ()
+        return next((name for name, (copy, before) in read if copy is value and _state_of(copy) == before), None)
+
     def forget(self, name: str) -> None:
         """Keep nothing of an attribute that is set on all ranks."""
         self._read.pop(name, None)

@@ -80,6 +80,11 @@ def refuse_value(path: str, value: Any) -> None:
         )
 
 
+def network_of(value: Any) -> str | None:
+    """Return the name of the network that a proxy stands for; None for other values."""
+    return value._name if isinstance(value, ComponentProxy) else None
+
+
 def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
     """Return a function that runs method `path` on all ranks; it returns `owner` where the method returns self."""
 

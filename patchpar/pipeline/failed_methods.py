@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.remote_errors import say_changes_left
 from patchpar.pipeline.adapter_selection import layer_states, layers_of, networks_of, restore_layers
+from patchpar.pipeline.messages import PartName
 from patchpar.pipeline.state_changes import LORA, change_of
 
 SAMPLED = 1024
@@ -30,6 +31,8 @@ def done_or_undone(
 
     And UnsupportedModel for parts that its class does not have.
     """
+    args = [_part(pipe, each) for each in args]
+    kwargs = {key: _part(pipe, each) for key, each in kwargs.items()}
     if name == "register_modules":
         _refuse_unknown(pipe, kwargs)
     if name.rpartition(".")[2] in LORA:
@@ -43,6 +46,11 @@ def done_or_undone(
         if tuple(_parts(pipe)) != before:
             say_changes_left(error)
         raise
+
+
+def _part(pipe: Any, value: Any) -> Any:
+    """Return the part of the pipeline that an argument names; other arguments as they are."""
+    return getattr(pipe, value.name) if isinstance(value, PartName) else value
 
 
 def _refuse_unknown(pipe: Any, parts: Mapping[str, Any]) -> None:

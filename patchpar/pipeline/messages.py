@@ -233,6 +233,13 @@ class CallbackResult:
 
 
 @dataclass(frozen=True, slots=True)
+class PartName:
+    """Stands for a part of the pipeline, such as "text_encoder_2", among the arguments of a method."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class MethodResult:
     """What a method of the pipeline or of a network returned; `itself` if it returned its own object.
 

@@ -19,8 +19,8 @@ from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.caller_random import caller_random_state, set_generators
-from patchpar.pipeline.component_proxy import refuse_value
-from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, Previews
+from patchpar.pipeline.component_proxy import network_of, refuse_value
+from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, PartName, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
@@ -218,12 +218,18 @@ class PipelineState:
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
+        args, kwargs = tuple(map(self._by_name, args)), {name: self._by_name(each) for name, each in kwargs.items()}
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         random = caller_random_state() if self.ranks.kind == "local" else None
         returned: MethodResult = self.ask(*words, **options, random=random)
         self.model = returned.described or self.model
         set_generators(generators_of(kwargs, args), returned.generators, returned.random)
         return returned
+
+    def _by_name(self, value: Any) -> Any:
+        """Return what stands, among the arguments of a method, for a part of the pipeline; other values as they are."""
+        name = network_of(value) or self.copies.name_of(value)
+        return value if name is None else PartName(name)
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""

@@ -35,12 +35,14 @@ LORA = (
     *("add_adapter", "set_adapter", "set_adapters", "delete_adapters", "enable_adapters", "disable_adapters"),
     *("enable_lora", "disable_lora"),
 )
+INVERTS, OF_ONE_ENCODER = "load_textual_inversion", frozenset({"tokenizer", "text_encoder"})
+"""A method, and its arguments with which only a call with them too undoes it: there may be a second encoder."""
 KINDS = {
     **dict.fromkeys(LORA, "lora"),
     "fuse_lora": "fused",
     "load_ip_adapter": "image prompt",
     "set_ip_adapter_scale": "image prompt",
-    "load_textual_inversion": "inversion",
+    INVERTS: "inversion",
 }
 UNDOES = {
     "unload_lora_weights": CallEffects(undoes="lora", unless=("fused",)),
@@ -75,7 +77,8 @@ def change_of(
     if path in UNDOES and not args and not kwargs:
         undo = UNDOES[path]
         return undo if is_fresh else replace(undo, kind=undo.undoes)
-    change = CallEffects(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+    kind = None if name == INVERTS and OF_ONE_ENCODER & kwargs.keys() else KINDS.get(name)
+    change = CallEffects(kind=kind, parts=parts, unless=ADDS_OR_HIDES if parts else ())
     if word not in SETS:
         return change
     what = name if word == "set" else rest

@@ -10,6 +10,13 @@ import pytest
 from patchpar import Plan
 from patchpar.errors import PlanError, WorkerDied
 from tests.breadth import first_of
+from tests.conftest import POOL_SIZE
+from tests.tensors import relative
+from tests.tokens.changed import Change
+from tests.tokens.ip_adapters import images, weights
+from tests.tokens.on_ranks import PipelineCase
+from tests.tokens.ranks import LIMIT
+from tests.tokens.test_ip_adapters import LOAD
 
 CASES = [
     ("flux", "tensor=2", False),
@@ -37,6 +44,15 @@ def test_same_latents_as_one_process(ranks: Any, tmp_path: Path, name: str, plan
         assert each["sent"]["tensor"] > 0
         assert each["in slots"] == ("weights=" in plan), "each rank's features, in shards of the ranks that hold them"
         assert each["restored"], "every bit"
+
+
+def test_an_image_that_some_blocks_do_not_look_at(ranks: Any, tmp_path: Path) -> None:
+    """What divides the values of an IP-Adapter alone is right where its scale is 0, and wrong in the other blocks."""
+    load = Change("load_ip_adapter", (weights("flux"),), LOAD["flux"])
+    changes = [load, Change("set_ip_adapter_scale", ([0.0, 0.8],))]
+    case = PipelineCase(name="flux", plan="tensor=2", verifications=tmp_path, options=images("flux"))
+    for got, want in ranks.run("tests.tokens.changed:generated_between", POOL_SIZE, case, changes)[0]:
+        assert relative(got, want) <= LIMIT
 
 
 @pytest.mark.breadth

@@ -157,6 +157,12 @@ def test_arguments_for_all_prompts() -> None:
     assert of_two.for_all(["blurred", "dark"]) == ["blurred", "dark"], "of prompts that are not known"
 
 
+@pytest.mark.parametrize("name", ["gligen_boxes", "negative_ip_adapter_image_embeds", "complex_human_instruction"])
+def test_lists_as_long_as_that_of_the_prompts_may_be_for_all(name: str) -> None:
+    call = {"prompt": PROMPTS[:2], name: ["one", "other"]}
+    assert split_call(call, 1, 2) == call | {"prompt": PROMPTS[1:2]}
+
+
 def test_rows_of_what_is_encoded_for_all() -> None:
     given, whole = texts(1), torch.arange(24.0).view(4, 6)
     short, ids = torch.zeros(2, 3), torch.zeros(3, 2)

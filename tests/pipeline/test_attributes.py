@@ -14,6 +14,7 @@ import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
+    DiffusionPipeline,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     StableDiffusionXLImg2ImgPipeline,
@@ -90,6 +91,44 @@ def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: st
     assert error <= EXACT
     assert relative_error(again, untouched) <= EXACT
     assert parallel.get_active_adapters() == []
+
+
+@pytest.mark.parametrize("plan", first_of(("cfg=2", "cfg=2,encoders=one"), "cfg=2,encoders=one"))
+def test_textual_inversions_of_two_encoders(reloaded: ParallelPipeline, sdxl_folder: Path, plan: str) -> None:
+    """A part of the pipeline that is an argument of its method is, on each rank, the part of that rank."""
+    parallel, own_plain = reloaded, DiffusionPipeline.from_pretrained(sdxl_folder)
+    own_plain.set_progress_bar_config(disable=True)
+    parallel.plan, call = plan, CALL | {"prompt": "a <fox> in the snow"}
+    pipes, noise = (parallel, own_plain), torch.Generator().manual_seed(1)
+
+    def both() -> tuple[Any, float]:
+        want = own_plain(**call, generator=generator())
+        return want, relative_error(parallel(**call, generator=generator()), want)
+
+    untouched, _ = both()
+    for number in ("", "_2"):
+        encoder, tokenizer = f"text_encoder{number}", f"tokenizer{number}"
+        vectors = torch.randn(2, getattr(own_plain, encoder).config.hidden_size, generator=noise)
+        for pipe in pipes:
+            parts = {"text_encoder": getattr(pipe, encoder), "tokenizer": getattr(pipe, tokenizer)}
+            pipe.load_textual_inversion(vectors, token="<fox>", **parts)
+    want, error = both()
+    assert error <= EXACT
+    assert relative_error(untouched, want) > 100 * EXACT
+    for pipe in pipes:
+        pipe.unload_textual_inversion()
+        pipe.unload_textual_inversion(text_encoder=pipe.text_encoder_2, tokenizer=pipe.tokenizer_2)
+    again, error = both()
+    assert error <= EXACT
+    assert relative_error(again, untouched) <= EXACT
+
+
+def test_a_tokenizer_that_was_changed_is_no_part_of_the_pipeline(parallel: ParallelPipeline) -> None:
+    tokenizer, copies = parallel.tokenizer_2, parallel._state.copies
+    assert copies.name_of(tokenizer) == "tokenizer_2"
+    tokenizer.add_tokens(["<fox>"])
+    assert copies.name_of(tokenizer) is None
+    parallel.tokenizer_2  # noqa: B018  the next copy is the latest
 
 
 FREEU = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}

@@ -62,6 +62,10 @@ TILED: Call = ("vae.enable_tiling", {"tile_sample_min_height": 256})
         (["load_ip_adapter", "set_ip_adapter_scale", "unload_ip_adapter"], []),
         (["load_textual_inversion", "unload_textual_inversion"], []),
         (
+            ["load_textual_inversion", ("load_textual_inversion", {"tokenizer": "2"}), "unload_textual_inversion"],
+            [("load_textual_inversion", {"tokenizer": "2"})],
+        ),
+        (
             ["load_textual_inversion", ("unload_textual_inversion", {"tokens": ["x"]})],
             ["load_textual_inversion", ("unload_textual_inversion", {"tokens": ["x"]})],
         ),

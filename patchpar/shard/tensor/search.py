@@ -67,10 +67,10 @@ def find_cut(block: CapturedBlock, size: int) -> BlockCut:
 
 
 def connected(columns: Mapping[str, Source]) -> list[dict[str, Source]]:
-    """Return the columns in groups that reach nothing in common, without groups of arguments alone."""
+    """Return the columns in groups that reach nothing in common, no attention either, without groups of arguments."""
     groups: list[tuple[set[Target], dict[str, Source]]] = []
     for path, source in columns.items():
-        targets, members = set(source.reached), {path: source}
+        targets, members = {(kind, where.split()[0]) for kind, where in source.reached}, {path: source}
         for other in [each for each in groups if each[0] & targets]:
             groups.remove(other)
             targets, members = targets | other[0], other[1] | members

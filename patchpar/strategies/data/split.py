@@ -32,14 +32,9 @@ from patchpar.strategies.data.known_pipelines import (
     why_mixed,
 )
 
-TEXTS = (
-    "prompt",
-    "negative_prompt",
-    "pooled_prompt",
-    "negative_pooled_prompt",
-    "lyrics",
-    "transcription",
-)  # and all names that begin so
+TEXTS = (  # and all names that begin so
+    "prompt", "negative_prompt", "pooled_prompt", "negative_pooled_prompt", "lyrics", "transcription",
+)  # fmt: skip
 IMAGE_ARGUMENTS = (
     "image", "mask_image", "control_image", "control_mask", "original_image", "masked_image_latents", "video", "mask",
 )  # fmt: skip
@@ -54,11 +49,13 @@ COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of 
 SHARED_LISTS = (
     "timesteps", "sigmas", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
     "control_mode", "ip_adapter_image", "ip_adapter_image_embeds", "callback_on_step_end_tensor_inputs",
-    "skip_guidance_layers", "original_size", "target_size", "crops_coords_top_left", "negative_original_size",
-    "negative_target_size", "negative_crops_coords_top_left", "decode_timestep", "decode_noise_scale",
-    "chunk_partition", "conditions", "guidance_keyframe_positions", "history_sizes", "keyframe_positions",
-    "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks", "conditioning_scale",
-    "guidance_schedule",
+    "negative_ip_adapter_image", "negative_ip_adapter_image_embeds", "prior_callback_on_step_end_tensor_inputs",
+    "gligen_boxes", "gligen_phrases", "gligen_images", "input_phrases_mask", "input_images_mask",
+    "complex_human_instruction", "controlnet_frame_indices", "skip_guidance_layers", "original_size", "target_size",
+    "crops_coords_top_left", "negative_original_size", "negative_target_size", "negative_crops_coords_top_left",
+    "decode_timestep", "decode_noise_scale", "chunk_partition", "conditions", "guidance_keyframe_positions",
+    "history_sizes", "keyframe_positions", "pyramid_num_inference_steps_list", "reference_conditions",
+    "spatio_temporal_guidance_blocks", "conditioning_scale", "guidance_schedule",
 )  # fmt: skip
 
 
