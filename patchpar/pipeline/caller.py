@@ -17,9 +17,8 @@ from patchpar.pipeline.messages import (
     CallOptions,
     CallResult,
     CallSeconds,
-    ImageEvent,
-    LatentsEvent,
     MethodResult,
+    PreviewEvent,
     Previews,
     RandomState,
     RecordedPrediction,
@@ -158,14 +157,13 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | LatentsEvent | ImageEvent) -> None:
-        """Report a finished step, or its latents, or keep what a rank has sent of a denoiser call."""
-        if isinstance(event, (LatentsEvent, ImageEvent)):
+    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | PreviewEvent) -> None:
+        """Report a finished step, or its preview, or keep what a rank has sent of a denoiser call."""
+        if isinstance(event, PreviewEvent):
             assert self._previews is not None, "ranks send them if they are wanted"
             if event.step > self._previewed:  # else of a call that is made again
                 self._previewed = event.step
-                preview = event.latents if isinstance(event, LatentsEvent) else event.image
-                self._previews.receive(event.step, event.steps, preview)
+                self._previews.receive(event.step, event.steps, event.preview)
         elif isinstance(event, tuple):
             self._report(*event[1:])
         else:

@@ -24,9 +24,8 @@ from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement, JobOptions
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.messages import CallbackChange, RecordedPrediction, TensorBytes
+from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedPrediction, TensorBytes
 from patchpar.pipeline.startup import plan_of
-from patchpar.pipeline.suspended_call import CallbackAnswer
 from patchpar.pipeline.tensor_file import TensorTable
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import BUILDERS, RARER, Tiny, build
@@ -400,7 +399,7 @@ def test_a_file_calls_no_method_but_those_that_set(
     change: CallbackChange, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gives somebody a file would have the pipeline write, load and download what it says."""
-    answers = (CallbackAnswer(tensors={}, changes=(change,)),)
+    answers = (CallbackResult(tensors={}, changes=(change,)),)
     suspended, path = SuspendedCall(pipeline="P", digests={}, answers=answers), tmp_path / "call"
     suspended.save(path)
     found = SuspendedCall.load(path)
