@@ -15,6 +15,7 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
 from patchpar.models.hub import cached_model
+from patchpar.models.info import networks_of
 from patchpar.models.split_facts import SplitFacts
 from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
 from patchpar.pipeline.validate import check_plan
@@ -170,7 +171,7 @@ class ModelInMemory(ModelToLoad):
         """See ModelToLoad."""
         from patchpar.models.dry_run.dry_run import weight_bytes  # imports torch
 
-        return sum(weight_bytes(each) for each in self.pipe.components.values() if hasattr(each, "named_modules"))
+        return sum(map(weight_bytes, networks_of(self.pipe).values()))
 
     def forecast(self) -> ModelForecast | None:
         """See ModelToLoad."""

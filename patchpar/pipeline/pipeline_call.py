@@ -16,7 +16,7 @@ from torch import Tensor, device, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
 from patchpar.pipeline.caller_values import with_embeddings_on
@@ -247,10 +247,9 @@ class HeartbeatHooks(HookSet):
 
     def __init__(self, pipe: Any, beat: Callable[[str], object]) -> None:
         super().__init__()
-        for name, network in pipe.components.items():
-            if isinstance(network, nn.Module):
-                for path, block in blocks(network):
-                    self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
+        for name, network in networks_of(pipe).items():
+            for path, block in blocks(network):
+                self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
 
 
 class PausePointHooks(HookSet):
