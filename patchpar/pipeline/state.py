@@ -89,6 +89,12 @@ class PipelineState:
             raise PlanError("this pipeline is closed; make a new one")
         return self.executor
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each rank holds a part of the model, by the plan that was asked for, or with "auto"."""
+        held = self.request.plan or self.weights.plan
+        return held is not None and held.divides_weights
+
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the engine on every rank; return rank 0's result, under torchrun that of this process."""
         ranks = self.ranks

@@ -22,7 +22,7 @@ from patchpar.pipeline import call_recorder
 from patchpar.pipeline import suspended_call as suspended_call_module
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.call_journal import CallJournal
-from patchpar.pipeline.call_placement import CallPlacement, JobOptions
+from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedPrediction, TensorBytes
@@ -66,7 +66,7 @@ def counted(pipe: Any) -> Iterator[Counter[str]]:
 def recorded(pipe: ParallelPipeline, plan: Any = None, **arguments: Any) -> tuple[Any, SuspendedCall]:
     """Output of a whole job, and what `suspend` would have returned at its end."""
     wanted = plan_of(plan) if plan else pipe._state.wanted
-    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments, JobOptions())
+    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments)
     job._caller.release = lambda: None
     job.start()
     output = job.result(SECONDS)
