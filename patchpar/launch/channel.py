@@ -104,7 +104,7 @@ class Channel:
         longest: float = 120.0,
     ) -> None:
         self._sock = sock
-        self._send_timeout, self._is_working, self._longest = send_timeout, is_working, longest
+        self._is_working, self._longest = is_working, longest
         self._sock.settimeout(None if send_timeout is None else send_timeout / LOOKS)
         self._lock = threading.Lock()
         self._is_cut = False  # a frame has been sent in part only, so that nothing can follow it

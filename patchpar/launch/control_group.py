@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError, WorkerHung
-from patchpar.launch.executor import CallAborted
+from patchpar.launch.executor import CLOSED, CallAborted
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,6 @@ REPLY_SECONDS = 3600.0  # limit for rank 0's caller, whose process no parent wat
 MARGIN = 5.0  # s for rank 0's result to arrive, and for a rank that is late to read it
 HEAD = struct.Struct("<BQQ")  # kind, number of the gather, length in bytes
 REPLY, HERE, WORD, ALL = range(4)
-CLOSED = "this executor is closed; make a new one"
 
 
 class Control(Protocol):

@@ -29,6 +29,7 @@ SendToRank = Callable[[int, Any], None]
 OnStart = Callable[[SendToRank], object]
 Kind = Literal["inline", "local", "torchrun"]
 E = TypeVar("E", bound="Executor")
+CLOSED = "this executor is closed; make a new one"
 
 
 class RankContext(Protocol):
@@ -261,7 +262,7 @@ class Executor(ABC):
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise LaunchError("this executor is closed; make a new one")
+            raise LaunchError(CLOSED)
 
     @abstractmethod
     def close(self) -> None:

@@ -48,12 +48,7 @@ class Heartbeat:
 
     def snapshot(self) -> bytes:
         """Return count, waits, work and the last text, for a caller that cannot map the page: see SentHeartbeat."""
-        offset = self._head[OFFSET]
-        text = b""
-        if offset:
-            (length,) = LENGTH.unpack_from(self._page, offset)
-            text = self._page[offset + LENGTH.size : offset + LENGTH.size + length]
-        return bytes(self._page[: HEAD.size]) + text
+        return bytes(self._page[: HEAD.size]) + _text(self._page)
 
     def _store_text(self, where: str) -> int:
         text = where.encode()[:MAX_TEXT]
@@ -104,11 +99,7 @@ class HeartbeatReader:
     @property
     def where(self) -> str:
         """The text of the last heartbeat; empty before the first."""
-        offset = HEAD.unpack_from(self._page, 0)[OFFSET]
-        if offset == 0:
-            return ""
-        (length,) = LENGTH.unpack_from(self._page, offset)
-        return bytes(self._page[offset + LENGTH.size : offset + LENGTH.size + length]).decode(errors="replace")
+        return _text(self._page).decode(errors="replace")
 
     def close(self) -> None:
         """Unmap the page, for a rank that could not be started. Otherwise it is unmapped with this object."""
@@ -134,6 +125,15 @@ class SentHeartbeat:
     def where(self) -> str:
         """The text of the last heartbeat; empty before the first."""
         return self._last[HEAD.size :].decode(errors="replace")
+
+
+def _text(page: mmap.mmap) -> bytes:
+    """Return the text of the last heartbeat on a page; empty before the first."""
+    offset = HEAD.unpack_from(page, 0)[OFFSET]
+    if not offset:
+        return b""
+    (length,) = LENGTH.unpack_from(page, offset)
+    return bytes(page[offset + LENGTH.size : offset + LENGTH.size + length])
 
 
 def _activity(page: bytes | mmap.mmap) -> RankActivity:

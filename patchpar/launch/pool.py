@@ -11,7 +11,7 @@ from typing import Any
 from patchpar.errors import LaunchError
 from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind
 from patchpar.launch.descriptors import open_standard_descriptors
-from patchpar.launch.executor import Callbacks
+from patchpar.launch.executor import CLOSED, Callbacks
 from patchpar.launch.fork_guard import change_in_children, no_fork
 from patchpar.launch.handshake import GroupStore, versions
 from patchpar.launch.hang_detection import HangLimits
@@ -98,7 +98,7 @@ class WorkerPool:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise LaunchError("this executor is closed; make a new one")
+            raise LaunchError(CLOSED)
 
     def with_bound(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the ranks, and behind them those that hold parts of the same state as one of them."""

@@ -70,8 +70,6 @@ class SharedBlock:
         in place on one rank do not change on another. The memory is unmapped when its last view is deleted, and no
         descriptor stays open. Raises MemoryError.
         """
-        if self.size == 0:
-            return memoryview(bytearray())
         return memoryview(_map_private(self.fd, self.size)).cast("B")
 
 

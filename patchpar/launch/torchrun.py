@@ -132,7 +132,7 @@ class TorchrunExecutor(OwnProcessExecutor):
         if self._links is not None and not dist.is_initialized():
             form_group_of_host(own, cards)
         if not dist.is_initialized():
-            connection = connection.without_seal()
+            connection = connection._replace(seal=None)  # nothing goes through torch.distributed
         check_default_group(own.device, cards)
         self._out_of_step = ""  # why no further call is possible
         self._context = TorchrunContext(own.rank, self.devices, connection)

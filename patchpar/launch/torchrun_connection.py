@@ -22,10 +22,6 @@ class TorchrunConnection(NamedTuple):
     links: Mapping[int, PeerLink] | None = None
     seal: MessageSeal | None = None
 
-    def without_seal(self) -> TorchrunConnection:
-        """Return it for ranks that exchange nothing through torch.distributed."""
-        return self._replace(seal=None)
-
 
 def connect_ranks(own: GroupRank, deadline: float, trust: NetworkTrust) -> TorchrunConnection:
     """Connect this rank with all others: through sockets of one host, or between hosts, where they authenticate.

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 
 NAMED = ("text_encoder", "image_encoder")
 AFTER_THE_STEPS = ("safety_checker", "vocoder", "text_decoder")
@@ -16,9 +16,8 @@ def encoders_of(pipe: Any) -> dict[str, Any]:
     denoisers = denoisers_of(pipe)
     return {
         name: each
-        for name, each in pipe.components.items()
-        if hasattr(each, "named_modules")
-        and name not in denoisers
+        for name, each in networks_of(pipe).items()
+        if name not in denoisers
         and not name.endswith(AFTER_THE_STEPS)
         and (isinstance(each, PreTrainedModel) or any(part in name for part in NAMED))
     }

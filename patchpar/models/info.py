@@ -149,7 +149,7 @@ def describe(pipe: Any) -> PipelineInfo:
         takes_any=passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
-        methods=_methods_of(pipe),
+        methods=_methods_of(pipe.__class__),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), GUIDES),
@@ -158,11 +158,15 @@ def describe(pipe: Any) -> PipelineInfo:
         few_steps=few_steps_of(pipe, config),
         known_words=caption_words(path_of(pipe)),
         networks={
-            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
-            for name, each in pipe.components.items()
-            if hasattr(each, "named_modules")
+            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each.__class__))
+            for name, each in networks_of(pipe).items()
         },
     )
+
+
+def networks_of(pipe: Any) -> dict[str, Any]:
+    """Return all networks of a pipeline by name."""
+    return {name: each for name, each in pipe.components.items() if hasattr(each, "named_modules")}
 
 
 def denoisers_of(pipe: Any) -> dict[str, Any]:
@@ -241,13 +245,8 @@ def _number(value: Any) -> float:
     return float(number) if isinstance(number, (int, float)) else 0.0
 
 
-def _methods_of(found: Any) -> frozenset[str]:
-    kind: Any = type(found)
-    return _methods_of_class(kind)
-
-
 @lru_cache(maxsize=256)  # every rank asks for each network whenever a pipeline is loaded
-def _methods_of_class(kind: type) -> frozenset[str]:
+def _methods_of(kind: type) -> frozenset[str]:
     members = {name: inspect.getattr_static(kind, name) for name in dir(kind) if not name.startswith("_")}
     return frozenset(
         name for name, each in members.items() if callable(each) or isinstance(each, (classmethod, staticmethod))

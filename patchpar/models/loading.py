@@ -15,6 +15,7 @@ from torch import nn
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.models.files import ModelFolder, refuse_other_weights
 from patchpar.models.hub import cached_model, no_folder, not_fetched
+from patchpar.models.info import networks_of
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
 
@@ -118,7 +119,6 @@ def prepare_pipeline(pipe: Any) -> None:
     registry = getattr(getattr(transformers.utils, "output_capturing", None), "_CAN_RECORD_REGISTRY", None)
     if registry is None:
         return
-    networks = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    for module in (module for network in networks for module in network.modules()):
+    for module in (module for network in networks_of(pipe).values() for module in network.modules()):
         if isinstance(module, transformers.PreTrainedModel):
             registry[module] = module._can_record_outputs

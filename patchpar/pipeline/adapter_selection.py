@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from patchpar.errors import PlanError
+from patchpar.models.info import networks_of
 from patchpar.pipeline.call_placement import Adapters
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.installed_plan import InstalledPlan
@@ -85,11 +84,6 @@ def restore_layers(states: Iterable[LayerState]) -> None:
         state.layer.scaling.update(state.scaling)
 
 
-def networks_of(pipe: Any) -> list[nn.Module]:
-    """Return the networks of a pipeline."""
-    return [each for each in pipe.components.values() if isinstance(each, nn.Module)]
-
-
 def _let_act(layer: Any, adapters: Adapters) -> None:
     layer.set_adapter([name for name, _ in adapters if name in layer.scaling])
     layer._disable_adapters = False  # `enable_adapters` would select again
@@ -99,7 +93,7 @@ def _let_act(layer: Any, adapters: Adapters) -> None:
 
 def layers_of(pipe: Any) -> Iterator[Any]:
     """Yield the layers of all networks that have adapters, without importing PEFT where none can be loaded."""
-    networks = networks_of(pipe)
+    networks = networks_of(pipe).values()
     if any(getattr(each, "peft_config", None) for each in networks):
         from peft.tuners.lora import LoraLayer
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.errors import PatchparError, PlanError
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.task import ANY_PROMPT
 from patchpar.plan.byte_sizes import readable_bytes
@@ -71,13 +71,21 @@ class ModelForecast:
             return cls(networks)  # it needs more than a prompt, or values
 
     @classmethod
-    def of_folder(cls, folder: Path, options: Mapping[str, Any]) -> ModelForecast:
-        """Return that of a model folder, with `options` of from_pretrained. Raises UnsupportedModel, PlanError."""
+    def of_folder(cls, folder: Path | None, options: Mapping[str, Any]) -> ModelForecast | None:
+        """Return that of a model folder, with `options` of from_pretrained; None without one. Raises PlanError.
+
+        None also for quantised weights, of which nothing is known before they are loaded.
+        """
+        if folder is None:
+            return None
         from patchpar.models.dry_run.empty_pipeline import empty_pipeline
         from patchpar.models.loading import with_dtype
 
         others = {name: value for name, value in with_dtype(options).items() if name != "task"}
-        return cls.of(empty_pipeline(folder, others))
+        try:
+            return cls.of(empty_pipeline(folder, others))
+        except UnsupportedModel:
+            return None
 
 
 def is_small(weight_bytes: int, devices: int, free: FreeMemory) -> bool:
@@ -114,11 +122,14 @@ def fitting(base: Plan, model: ModelForecast, free: FreeMemory) -> PlanMemory | 
     return next((each for each in _plans(whole, model, free) if each.fits(free)), None)
 
 
-def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
+def advice(base: Plan, model: ModelForecast | None, free: FreeMemory) -> str:
     """Return what `base` takes, term by term, and the advice to use the fastest plan that fits. It ends with a comma.
 
-    The fastest whose weights fit, where activations of an image of the default size fit beside none.
+    The fastest whose weights fit, where activations of an image of the default size fit beside none. Empty without a
+    forecast.
     """
+    if model is None:
+        return ""
     taken = f"plan {base} takes {_amount(_memory_of(base, model, free))}; "
     for each in (model, replace(model, call=None)):
         best = fitting(base, each, free)
@@ -129,12 +140,12 @@ def advice(base: Plan, model: ModelForecast, free: FreeMemory) -> str:
     return f"{taken}no plan for these devices has room for them: use more devices, "
 
 
-def shortage(plan: Plan, model: ModelForecast, free: FreeMemory) -> str:
+def shortage(plan: Plan, model: ModelForecast | None, free: FreeMemory) -> str:
     """Return that a plan whose weights fit has no room for the rest of an image of the default size; empty if it has.
 
-    With its memory, term by term, and the fastest plan that fits.
+    With its memory, term by term, and the fastest plan that fits. Empty also without a forecast.
     """
-    if model.call is None or _memory_of(plan, model, free).fits(free) is not False:
+    if model is None or model.call is None or _memory_of(plan, model, free).fits(free) is not False:
         return ""
     return (
         f"an image of the default size does not fit beside the weights: {_free(free)} free; "

@@ -1,4 +1,4 @@
-"""What `submit` may be given beside the arguments of the pipeline: where a call runs, and who gets latents on the way.
+"""What `submit` may be given beside the arguments of the pipeline: where a call runs, and its adapters.
 
 Does not import torch, so that a caller need not.
 """
@@ -8,16 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from patchpar.errors import PlanError
 from patchpar.pipeline.auto_plan import Rule
-from patchpar.pipeline.messages import Previews
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_number, is_whole, plain
-
-if TYPE_CHECKING:
-    from patchpar.pipeline.suspended_call import SuspendedCall  # imports what starts workers, which ranks need not
 
 MAX_RETRIES = 2
 Adapters = tuple[tuple[str, float], ...]
@@ -62,15 +57,6 @@ def check_retries(value: object) -> int:
     if not is_whole(found, least=0):
         raise PlanError(f"max_retries={value!r}: use a whole number from 0, which is how often a job is made again")
     return int(found)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """Who gets latents, an earlier call to go on with, and the adapters that act; None for the pipeline's."""
-
-    previews: Previews | None = None
-    resume: SuspendedCall | None = None
-    adapters: Adapters | None = None
 
 
 def checked_adapters(adapters: Mapping[str, float] | None) -> Adapters | None:

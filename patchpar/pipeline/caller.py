@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import chain
 from typing import Any, TypeVar
 
 from patchpar.errors import UnsupportedModel
@@ -17,9 +17,8 @@ from patchpar.pipeline.messages import (
     CallOptions,
     CallResult,
     CallSeconds,
-    ImageEvent,
-    LatentsEvent,
     MethodResult,
+    PreviewEvent,
     Previews,
     RandomState,
     RecordedPrediction,
@@ -58,7 +57,7 @@ class CallController:
         self._thread: int | None = None
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
-        self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline so far
+        self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline since it was asked last
         self.journal: CallJournal | None = None  # of a job
         self.stragglers = StragglerMonitor()
         self.adapters: tuple[tuple[str, float], ...] | None = None  # None: those that the pipeline has selected
@@ -66,8 +65,8 @@ class CallController:
         self.answers: list[CallbackResult] = []  # of the callback so far
         self._asked = 0  # times in this attempt
         self._groups = 1  # of prompts, in this attempt
-        self._changed: list[int] = []  # how many changes there were after each answer
-        self._num_made = 0  # changes that the ranks have made, as a later step of this attempt has shown
+        self._changes: list[tuple[CallbackChange, ...]] = []  # of each answer
+        self._num_made = 0  # answers that the ranks have carried out, as a later step of this attempt has shown
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -109,8 +108,7 @@ class CallController:
     def resume(self, journal: CallJournal, seed: int | None, answers: Sequence[CallbackResult]) -> None:
         """Go on where another job was: with its journal, its seed, and what its callback has answered."""
         self.journal, self._random = journal, RandomState(seed=seed)
-        self.answers, self.changes = list(answers), [change for answer in answers for change in answer.changes]
-        self._changed = list(accumulate(len(answer.changes) for answer in answers))
+        self.answers, self._changes = list(answers), [answer.changes for answer in answers]
 
     def options(
         self, plan: Plan, ranks: tuple[int, ...], request: PipelineOptions, *, installation: int, tracing: bool
@@ -120,7 +118,7 @@ class CallController:
         self.stragglers.reset()
         recorded = () if self.journal is None else self.journal.begin(plan.data)
         if not recorded:  # the callback gets the latents of other calls
-            self.answers, self.changes, self._changed = [], [], []
+            self.answers, self._changes = [], []
         return CallOptions(
             plan=plan,
             ranks=ranks,
@@ -158,33 +156,27 @@ class CallController:
             if self._import is not None:
                 self._import.join()  # a program that ends during the import would crash or get another exit code
 
-    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | LatentsEvent | ImageEvent) -> None:
-        """Report a finished step, or its latents, or keep what a rank has sent of a denoiser call."""
-        if isinstance(event, (LatentsEvent, ImageEvent)):
+    def on_event(self, rank: int, event: tuple[str, int, int] | RankEvent | PreviewEvent) -> None:
+        """Report a finished step, or its preview, or keep what a rank has sent of a denoiser call."""
+        if isinstance(event, PreviewEvent):
             assert self._previews is not None, "ranks send them if they are wanted"
             if event.step > self._previewed:  # else of a call that is made again
                 self._previewed = event.step
-                preview = event.latents if isinstance(event, LatentsEvent) else event.image
-                self._previews.receive(event.step, event.steps, preview)
+                self._previews.receive(event.step, event.steps, event.preview)
         elif isinstance(event, tuple):
             self._report(*event[1:])
         else:
             self._keep(rank, event)
 
     def made_changes(self, *, ended: bool) -> Sequence[CallbackChange]:
-        """Return the changes of the callback that the ranks have made in this attempt, before it has failed.
+        """Return the changes of the callback that the ranks have made in this attempt.
 
-        `ended`: they have ended it together, at a pause point, which comes after all that they were told.
+        `ended`: they have ended it together, so that they have made all that they were told.
         """
-        return self.changes[: self._num_answered if ended else self._num_made]
-
-    @property
-    def _num_answered(self) -> int:
-        """How many changes the answers of this attempt have."""
-        return max(self._changed[: self._asked], default=0)
+        return [*chain.from_iterable(self._changes[: self._asked if ended else self._num_made])]
 
     def _report(self, step: int, total: int) -> None:
-        self._num_made = self._num_answered
+        self._num_made = self._asked
         if (step, total) <= self.progress:
             return  # of a call that is made again
         self.progress = step, total
@@ -226,7 +218,7 @@ class CallController:
         if self._asked <= len(self.answers):
             return self.answers[self._asked - 1]
         given = CallbackTensors(end.tensors)
-        self._facts, first = dict(end.facts), len(self.changes)
+        self._facts, self.changes = dict(end.facts), []
         self._thread = threading.get_ident()
         try:
             answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
@@ -234,8 +226,8 @@ class CallController:
             self._thread = None
         tensors = given.changed(answer)
         refuse_for_some_prompts(tensors, self._groups)
-        self._changed.append(len(self.changes))
-        result = CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
+        result = CallbackResult(tensors=tensors, changes=tuple(self.changes))
+        self._changes.append(result.changes)
         if self.journal is not None:
             self.answers.append(result)
         return result

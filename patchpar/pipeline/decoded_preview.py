@@ -21,7 +21,7 @@ from torch import Tensor
 from patchpar.comm.pytree import entries
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.call_parameters import parameters_of
-from patchpar.pipeline.recorded_networks import RecordedNetworks, networks_of
+from patchpar.pipeline.recorded_networks import RecordedNetworks, all_but_vaes
 from patchpar.plan.plan import Plan
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.generator_states import GeneratorStates
@@ -140,7 +140,7 @@ def _refuse(pipe: Any, plan: Plan) -> None:
     elif hasattr(pipe, CHANGES_NETWORK):
         reason = f"{name} changes its denoiser at the begin and the end of a call"
     else:
-        compiled = [each for each, network in networks_of(pipe).items() if is_compiled(network)]
+        compiled = [each for each, network in all_but_vaes(pipe).items() if is_compiled(network)]
         reason = f"{', '.join(compiled)} of {name} is compiled as a whole" if compiled else ""
     if reason:
         raise PlanError(f"previews by the decoder: {reason}: {WAY_OUT}")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from patchpar.models.guiders import guider_branches
-from patchpar.models.info import PipelineInfo, describe
+from patchpar.models.info import PipelineInfo, describe, networks_of
 from patchpar.strategies.data.split import why_one_batch
 from patchpar.strategies.structure.native_size import why_native_only
 
@@ -25,5 +25,5 @@ def set_by_attributes(pipe: Any) -> dict[str, Any]:
 
 def has_its_networks(pipe: Any, known: PipelineInfo) -> bool:
     """Return whether the networks of a pipeline are of the classes that its description has."""
-    kinds = {name: type(each).__name__ for name, each in pipe.components.items() if hasattr(each, "named_modules")}
+    kinds = {name: type(each).__name__ for name, each in networks_of(pipe).items()}
     return kinds == {name: network.kind for name, network in known.networks.items()}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.models.info import denoisers_of, is_name_of_denoiser
+from patchpar.models.info import denoisers_of, is_name_of_denoiser, networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.weights.host_store import HostStore
@@ -93,8 +93,7 @@ def _divided(pipe: Any) -> dict[str, nn.Module]:
 
 def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the text encoders of a pipeline by name."""
-    named = pipe.components.items()
-    return {name: each for name, each in named if name.startswith(ENCODER) and isinstance(each, nn.Module)}
+    return {name: each for name, each in networks_of(pipe).items() if name.startswith(ENCODER)}
 
 
 def store_for(plan: Plan, axis: Axis, device: torch.device) -> BlockStore:

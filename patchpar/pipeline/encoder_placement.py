@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.models.encoders import encoders_of
+from patchpar.models.info import networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.encoders.one_rank import OneRankEncoders, WaysOfEncoders
@@ -45,8 +45,7 @@ class EncoderPlacement:
         encoders = encoders_of(pipe)
         if not encoders:
             raise UnsupportedModel(f"{type(pipe).__name__} has no encoder that could be on one rank: use encoders=all")
-        components = pipe.components.items()
-        others = [each for name, each in components if isinstance(each, nn.Module) and name not in encoders]
+        others = [each for name, each in networks_of(pipe).items() if name not in encoders]
         self._one = OneRankEncoders(encoders, others, axis, self._device, self._connect, self._ways)
         self._names = frozenset(encoders)
 

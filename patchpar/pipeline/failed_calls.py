@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.pipeline.step_callbacks import OLDER, ON_STEP_END
 
 PROCESSOR = "processor"
@@ -70,8 +70,8 @@ def _processors(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _dtypes(pipe: Any) -> Iterator[tuple[nn.Module, torch.dtype]]:
-    for network in pipe.components.values():
-        if isinstance(network, nn.Module) and hasattr(network, "decode"):
+    for network in networks_of(pipe).values():
+        if hasattr(network, "decode"):
             first = next(network.parameters(), None)
             if first is not None:
                 yield network, first.dtype

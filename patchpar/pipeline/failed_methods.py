@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.remote_errors import say_changes_left
-from patchpar.pipeline.adapter_selection import layer_states, layers_of, networks_of, restore_layers
+from patchpar.models.info import networks_of
+from patchpar.pipeline.adapter_selection import layer_states, layers_of, restore_layers
 from patchpar.pipeline.messages import PartName
 from patchpar.pipeline.state_changes import LORA, change_of
 
@@ -83,7 +84,7 @@ def _of_adapters(pipe: Any, method: Callable[..., T], args: Sequence[Any], kwarg
 
 def _names(pipe: Any) -> frozenset[str]:
     """Return the names of all adapters that networks of the pipeline have."""
-    return frozenset(name for each in networks_of(pipe) for name in getattr(each, "peft_config", None) or ())
+    return frozenset(name for each in networks_of(pipe).values() for name in getattr(each, "peft_config", None) or ())
 
 
 def _adapter_weights(pipe: Any) -> list[tuple[float, ...]]:
@@ -95,7 +96,7 @@ def _adapter_weights(pipe: Any) -> list[tuple[float, ...]]:
 def _parts(pipe: Any) -> Iterator[tuple[int, Any]]:
     """Yield components, modules, weights [any shape] with the number of their writes, and what adapters are in them."""
     yield from ((id(each), name) for name, each in pipe.components.items())
-    for network in networks_of(pipe):
+    for network in networks_of(pipe).values():
         for module in network.modules():
             yield id(module), type(module)
             for weight in (*module._parameters.values(), *module._buffers.values()):

@@ -48,9 +48,10 @@ def refuse_without_memory(
     """
     free = free_bytes(device)
     if free is not None and weight_bytes > free:
+        hint = advice(base, _forecast(model, options), FreeMemory(device=free, host=free_memory()))
         raise PlanError(
             f"the weights take {readable_bytes(weight_bytes)}, but {device} has only {readable_bytes(free)} free "
-            f"beside the context of this process: {_plan_that_fits(model, options, base, free)}load them in a smaller "
+            f"beside the context of this process: {hint}load them in a smaller "
             "dtype (torch_dtype=torch.float16), or free some of it"
         )
 
@@ -65,27 +66,14 @@ def warn_without_room(
     free = FreeMemory(device=free_bytes(device), host=free_memory())
     if free.device is None or is_small(weight_bytes, 1, free):
         return
-    forecast = _forecast(model, options)
-    text = "" if forecast is None else shortage(plan, forecast, free)
+    text = shortage(plan, _forecast(model, options), free)
     if text:
         log.warning("%s: %s", device, text)
 
 
-def _plan_that_fits(model: str, options: Mapping[str, Any], base: Plan, free: int) -> str:
-    """Return what `base` takes, and advice to use the fastest plan that fits; empty where nothing is known."""
-    forecast = _forecast(model, options)
-    return "" if forecast is None else advice(base, forecast, FreeMemory(device=free, host=free_memory()))
-
-
 def _forecast(model: str, options: Mapping[str, Any]) -> ModelForecast | None:
-    """Return that of a folder or a hub name; None for quantised models, which are unknown before they are loaded."""
-    folder = _folder(model, options)
-    if folder is None:
-        return None
-    try:
-        return ModelForecast.of_folder(folder, options)
-    except UnsupportedModel:
-        return None
+    """Return that of a folder or a hub name; None where it is unknown."""
+    return ModelForecast.of_folder(_folder(model, options), options)
 
 
 def _folder(model: str, options: Mapping[str, Any]) -> Path | None:

@@ -30,7 +30,6 @@ from patchpar.pipeline.recovery import Recovery
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state import PipelineState, set_event
 from patchpar.pipeline.suspended_call import SuspendedCall, restore_states, states_of
-from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import MEASURED, Plan
 
 log = logging.getLogger(__name__)
@@ -190,7 +189,7 @@ class PipelineJob:
             except BaseException as error:
                 self._keep_changes(ended=isinstance(error, CallCancelled))
                 raise
-            state.keep(caller.changes, ranks)
+            state.keep(caller.made_changes(ended=True), ranks)
             state.slow_ranks.learn(caller.stragglers)
             if executor.kind == "local":
                 move_generators_on(caller.bound, results)
@@ -266,8 +265,7 @@ class PipelineJob:
             plan, self.reason = self._measured(plan)
         elif self._placement.plan is not None:
             plan, self.reason = state.on_links(plan, self._ranks_of(plan), kwargs)
-        devices = [state.request.devices.names[rank] for rank in self._ranks_of(plan)]
-        check_plan_for(state.described, plan, kwargs, devices)
+        state.check(plan, self._ranks_of(plan), kwargs)
         return plan
 
     def _measured(self, plan: Plan) -> tuple[Plan, str]:
@@ -297,4 +295,4 @@ class PipelineJob:
         if named is None and not plan.divides_weights and state.ranks.kind == "local":
             named = state.slow_ranks.last(range(state.ranks.world_size))
         ranks = tuple(range(plan.world_size)) if named is None else named[: plan.world_size]
-        return tuple(sorted(ranks)) if self._state.ranks.has_groups else ranks  # groups are of ranks in order
+        return state.in_order(ranks)

@@ -189,21 +189,12 @@ class StepEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentsEvent:
-    """Latents (1, ...) of a step, for `Previews`."""
+class PreviewEvent:
+    """What `Previews` get of a step: latents (1, ...), or a PIL image of their estimate."""
 
     step: int
     steps: int
-    latents: Any
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageEvent:
-    """A PIL image of the estimate of a step, for `Previews`."""
-
-    step: int
-    steps: int
-    image: Any
+    preview: Any
 
 
 @dataclass(frozen=True, slots=True)

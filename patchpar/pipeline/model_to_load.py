@@ -5,9 +5,8 @@ Torch is imported only where a forecast is needed.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.host_memory import FreeMemory, free_memory
 from patchpar.models.files import ModelFolder, check_memory, needed_bytes, resolve_model
 from patchpar.models.hub import cached_model
+from patchpar.models.info import networks_of
 from patchpar.models.split_facts import SplitFacts
 from patchpar.pipeline.auto_weights import ModelForecast, WeightChoice, advice, choose_weights, is_small, shortage
 from patchpar.pipeline.validate import check_plan
@@ -41,8 +41,8 @@ class ModelToLoad(ABC):
         """Bytes of all weights; 0 where they are unknown."""
 
     @abstractmethod
-    def forecast(self) -> ModelForecast:
-        """Return what it takes. Raises UnsupportedModel where that is unknown."""
+    def forecast(self) -> ModelForecast | None:
+        """Return what it takes; None where that is unknown, as of quantised weights before they are loaded."""
 
     @abstractmethod
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
@@ -83,11 +83,8 @@ class ModelToLoad(ABC):
         """Return the weights with plan="auto" for so many devices. Raises PlanError where no plan fits."""
         if is_small(self.weight_bytes, devices, free):
             return WeightChoice()
-        try:
-            forecast = self.forecast()
-        except UnsupportedModel:  # quantised: unknown before it is loaded
-            return WeightChoice()
-        return choose_weights(forecast, devices, free)
+        forecast = self.forecast()
+        return WeightChoice() if forecast is None else choose_weights(forecast, devices, free)
 
 
 def folder_of_hub(name: str, options: Mapping[str, Any]) -> ModelFolder | None:
@@ -128,14 +125,18 @@ class ModelInFiles(ModelToLoad):
         """See ModelToLoad."""
         return needed_bytes(self.folder, self.options)
 
+    @property
+    def path(self) -> Path | None:
+        """The folder; None for a model that is refused when it is loaded."""
+        return None if self.folder is None else self.folder.path
+
     def split_facts(self) -> SplitFacts:
         """See ModelToLoad."""
-        return SplitFacts.of_folder(None if self.folder is None else self.folder.path, self.options)
+        return SplitFacts.of_folder(self.path, self.options)
 
-    def forecast(self) -> ModelForecast:
+    def forecast(self) -> ModelForecast | None:
         """See ModelToLoad."""
-        assert self.folder is not None
-        return ModelForecast.of_folder(self.folder.path, self.options)
+        return ModelForecast.of_folder(self.path, self.options)
 
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
         """See ModelToLoad."""
@@ -144,24 +145,13 @@ class ModelInFiles(ModelToLoad):
 
     def check(self, devices: Sequence[str], plan: Plan | None) -> None:
         """See ModelToLoad."""
-        check_memory(self.source, self.folder, self.options, devices, plan, partial(self._advice, devices, plan))
-        free = FreeMemory(device=None, host=free_memory())
+        base, free = plan or Plan(patch=len(devices)), FreeMemory(device=None, host=free_memory())
+        check_memory(self.source, self.folder, self.options, devices, plan, lambda: advice(base, self.forecast(), free))
         if plan is None or set(devices) != {CPU} or is_small(self.weight_bytes, len(devices), free):
             return
-        text = self._forecast_text(lambda forecast: shortage(plan, forecast, free))
+        text = shortage(plan, self.forecast(), free)
         if text:
             log.warning("%s", text)
-
-    def _advice(self, devices: Sequence[str], plan: Plan | None) -> str:
-        base, free = Plan(patch=len(devices)) if plan is None else plan, FreeMemory(device=None, host=free_memory())
-        return self._forecast_text(lambda forecast: advice(base, forecast, free))
-
-    def _forecast_text(self, text: Callable[[ModelForecast], str]) -> str:
-        """Return a text about what the model takes; empty where that is unknown."""
-        try:
-            return "" if self.folder is None else text(self.forecast())
-        except UnsupportedModel:  # quantised: unknown before it is loaded
-            return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +171,16 @@ class ModelInMemory(ModelToLoad):
         """See ModelToLoad."""
         from patchpar.models.dry_run.dry_run import weight_bytes  # imports torch
 
-        return sum(weight_bytes(each) for each in self.pipe.components.values() if hasattr(each, "named_modules"))
+        return sum(map(weight_bytes, networks_of(self.pipe).values()))
 
-    def forecast(self) -> ModelForecast:
+    def forecast(self) -> ModelForecast | None:
         """See ModelToLoad."""
         from patchpar.models.dry_run.empty_pipeline import emptied_copy  # imports diffusers
 
-        return ModelForecast.of(emptied_copy(self.pipe))
+        try:
+            return ModelForecast.of(emptied_copy(self.pipe))
+        except UnsupportedModel:  # quantised
+            return None
 
     def arguments(self, plan: Plan | None) -> tuple[Any, ...]:
         """See ModelToLoad."""

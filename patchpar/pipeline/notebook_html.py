@@ -6,9 +6,10 @@ shows it without trust.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
+from patchpar.pipeline.rank_stats import RankStats
+from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 
@@ -21,28 +22,18 @@ Bands = dict[int, list[int]]
 HEADS = ("rank", "device", "computing, waiting", "waited", "sent", "stale values held")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankRow:
-    """One rank of the table. `waited`: seconds; `sent` and `held`: texts with a unit."""
-
-    rank: int
-    device: str
-    waited: float
-    sent: str
-    held: str
-
-
-def html_of_run(title: str, seconds: float, rows: Sequence[RankRow]) -> str:
+def html_of_run(title: str, seconds: float, ranks: Sequence[RankStats]) -> str:
     """Return a table of the ranks of a call that took `seconds`, under `title`."""
     head = "".join(f"<th>{name}</th>" for name in HEADS)
-    body = "".join(_html_of(row, seconds) for row in rows)
+    body = "".join(_html_of(rank, seconds) for rank in ranks)
     return f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _html_of(row: RankRow, seconds: float) -> str:
-    part = min(row.waited / seconds, 1.0) if seconds > 0 else 0.0
-    waited = f"{row.waited:.2f} s ({part:.0%})"
-    cells = (str(row.rank), escape(row.device), _bar(part), waited, escape(row.sent), escape(row.held))
+def _html_of(rank: RankStats, seconds: float) -> str:
+    waited, sent = sum(rank.seconds_waited.values()), readable_bytes(sum(rank.bytes_sent.values()))
+    part = min(waited / seconds, 1.0) if seconds > 0 else 0.0
+    held = readable_bytes(rank.stale_bytes) if rank.stale_bytes else ""
+    cells = (str(rank.rank), escape(rank.device), _bar(part), f"{waited:.2f} s ({part:.0%})", sent, held)
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 

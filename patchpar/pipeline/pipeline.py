@@ -18,7 +18,7 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.auto_plan import Rule, choose
-from patchpar.pipeline.call_placement import MAX_RETRIES, CallPlacement, JobOptions, check_retries, checked_adapters
+from patchpar.pipeline.call_placement import MAX_RETRIES, Adapters, CallPlacement, check_retries, checked_adapters
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.component_proxy import QUESTIONS, ComponentProxy, on_all_ranks, refuse_method
 from patchpar.pipeline.job import PipelineJob
@@ -123,11 +123,8 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         state.timed = TimedPlans.of(model, request.devices.names)
         try:
             state.weights = weights or model.weights_on(state.executor, request.devices.names)
-            held = request.plan or state.weights.plan
-            divides = held is not None and held.divides_weights
-            results = state.executor.call(
-                model.method, *model.arguments(held), replay=True, divides=divides, expected=LOAD_SECONDS
-            )
+            words, divides = model.arguments(request.plan or state.weights.plan), state.divides_weights
+            results = state.executor.call(model.method, *words, replay=True, divides=divides, expected=LOAD_SECONDS)
             state.model = next(result for result in results if result is not None)
             if request.plan is not None:
                 check_plan(state.model, request.plan)
@@ -176,18 +173,25 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         if plan is not None and wanted is not None:
             check_plan(self.description, wanted)
         placement = CallPlacement(rule=choose, plan=wanted, ranks=named, max_retries=check_retries(max_retries))
-        options = JobOptions(previews=previews, resume=resume, adapters=checked_adapters(adapters))
-        job = self._job(placement, args, kwargs, options)
+        acting = checked_adapters(adapters)
+        job = self._job(placement, args, kwargs, previews=previews, resume=resume, adapters=acting)
         job.start()
         return job
 
     def _call(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the wrapped pipeline; `rule` chooses the plan if it is "auto"."""
-        options = JobOptions(previews=self._state.previews)
-        return self._job(CallPlacement(rule=rule, plan=self._state.wanted), args, kwargs, options).run_here()
+        placement = CallPlacement(rule=rule, plan=self._state.wanted)
+        return self._job(placement, args, kwargs, previews=self._state.previews).run_here()
 
     def _job(
-        self, placement: CallPlacement, args: tuple[Any, ...], kwargs: dict[str, Any], options: JobOptions
+        self,
+        placement: CallPlacement,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        previews: Previews | None = None,
+        resume: SuspendedCall | None = None,
+        adapters: Adapters | None = None,
     ) -> PipelineJob:
         executor, known = self._executor, self.description
         placement.check(executor.world_size, weights=self._state.weights.plan)
@@ -196,10 +200,10 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         warn_of_unknown_words(known, bound)
         self._state.copies.warn_of_changes()
         given = bound if executor.kind == "inline" else with_callback_on_step_end(known, bound)
-        caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=options.previews)
-        caller.adapters = options.adapters
-        if options.resume is not None:
-            options.resume.hand_over(caller, known.pipeline)
+        caller = CallController(self, given, kind=executor.kind, output_module=known.module, previews=previews)
+        caller.adapters = adapters
+        if resume is not None:
+            resume.hand_over(caller, known.pipeline)
         return PipelineJob(self._state, caller, placement)
 
     # --- attributes ---------------------------------------------------------------------------------------------

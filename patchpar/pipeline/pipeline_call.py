@@ -16,7 +16,7 @@ from torch import Tensor, device, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
 from patchpar.pipeline.caller_values import with_embeddings_on
@@ -29,8 +29,7 @@ from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
     CallOptions,
-    ImageEvent,
-    LatentsEvent,
+    PreviewEvent,
     StepEnd,
     preview_steps,
 )
@@ -163,11 +162,11 @@ class PipelineCall:
             if self.steps in preview_steps(self.options.previews, total):
                 is_last = self.steps == total
                 latents = last_latents(result) if is_last else latents_to_show(scheduler, given, named, result)
-                self.context.emit(LatentsEvent(step=self.steps, steps=total, latents=latents))
+                self.context.emit(PreviewEvent(step=self.steps, steps=total, preview=latents))
         if self._decoder is not None and self._is_decoded(total):
             image = self._decoder.image(scheduler, result, clean_estimate(scheduler, given, named, result))
             if self.context.rank == self.options.members[0]:  # others have a part of it
-                self.context.emit(ImageEvent(step=self.steps, steps=total, image=image))
+                self.context.emit(PreviewEvent(step=self.steps, steps=total, preview=image))
 
     def _is_decoded(self, total: int) -> bool:
         """Whether this step has a decoded preview. What is replayed has sent its own; the last step is the image."""
@@ -248,10 +247,9 @@ class HeartbeatHooks(HookSet):
 
     def __init__(self, pipe: Any, beat: Callable[[str], object]) -> None:
         super().__init__()
-        for name, network in pipe.components.items():
-            if isinstance(network, nn.Module):
-                for path, block in blocks(network):
-                    self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
+        for name, network in networks_of(pipe).items():
+            for path, block in blocks(network):
+                self.before(block, partial(_beat_at, beat, f"{name}.{path}"))
 
 
 class PausePointHooks(HookSet):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.pytree import map_leaves, map_tensors, tensors_in
 from patchpar.models.encoders import encoders_of
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.shard.hooks import HookSet
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ class RecordedNetworks:
     def hooks(self) -> HookSet:
         """Return hooks that record."""
         hooks = HookSet()
-        for name, network in networks_of(self._pipe).items():
+        for name, network in all_but_vaes(self._pipe).items():
             hooks.after(network, partial(self._record, name), with_kwargs=True)
         return hooks
 
@@ -61,7 +61,7 @@ class RecordedNetworks:
             name: NetworkStandIn(
                 network, self._encoded.get(name, ()), self._in_steps.get(name, {}), is_encoder=name in encoders
             )
-            for name, network in networks_of(self._pipe).items()
+            for name, network in all_but_vaes(self._pipe).items()
             if name in self._encoded or name in self._in_steps
         }
 
@@ -102,10 +102,9 @@ class NetworkStandIn:
         return self._network(*args, **kwargs) if found is None else map_tensors(_own, found.output)
 
 
-def networks_of(pipe: Any) -> dict[str, nn.Module]:
+def all_but_vaes(pipe: Any) -> dict[str, nn.Module]:
     """Return the networks of a pipeline that are no VAEs, by name."""
-    components = pipe.components.items()
-    return {name: each for name, each in components if isinstance(each, nn.Module) and not hasattr(each, "decode")}
+    return {name: each for name, each in networks_of(pipe).items() if not hasattr(each, "decode")}
 
 
 def _shapes(args: Any, kwargs: Mapping[str, Any]) -> Shapes:

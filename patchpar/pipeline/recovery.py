@@ -28,7 +28,6 @@ from patchpar.errors import (
 )
 from patchpar.launch.remote_errors import is_out_of_memory
 from patchpar.pipeline.call_placement import CallPlacement
-from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.strategies.structure.options import StructureGuidance
 
@@ -102,7 +101,7 @@ class Recovery:
         fewer, reason = chosen
         log.warning("%s; the job is made again from %s, with plan %s", _first_line(error), again, fewer)
         reason = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} lost: {reason}"
-        return fewer, self._in_order(left[: fewer.world_size]), reason
+        return fewer, self._state.in_order(left[: fewer.world_size]), reason
 
     def _plan_for(self, left: Sequence[int], plan: Plan) -> tuple[Plan, str] | None:
         """Return the plan for the ranks that are left, and its reason; None if the call takes as many as it had."""
@@ -111,18 +110,10 @@ class Recovery:
             return None
         try:
             fewer = self._state.choose(self._placement.rule, left, self._caller.bound)
-            self._check(fewer.plan, left)
+            self._state.check(fewer.plan, left, self._caller.kwargs)
         except PlanError:
             return None
         return (fewer.plan, fewer.explanation) if fewer.plan.data == 1 else None
-
-    def _check(self, plan: Plan, ranks: Sequence[int]) -> None:
-        names = self._state.request.devices.names
-        devices = [names[rank] for rank in ranks[: plan.world_size]]
-        check_plan_for(self._state.described, plan, self._caller.kwargs, devices)
-
-    def _in_order(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        return tuple(sorted(ranks)) if self._state.ranks.has_groups else tuple(ranks)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -164,10 +155,10 @@ class Recovery:
         for degree in range(len(more) * plan.patch // plan.world_size, plan.patch, -1):
             try:
                 larger = replace(plan, patch=degree, ratio=())
-                self._check(larger, more)
+                state.check(larger, more, self._caller.kwargs)
             except PlanError:
                 continue
-            yield larger, self._in_order(more[: larger.world_size])
+            yield larger, state.in_order(more[: larger.world_size])
 
     def _free_memory(self, ranks: tuple[int, ...]) -> str:
         """Let ranks give back what they do not use, and return what is free on each, in words; empty if unknown."""

@@ -16,9 +16,7 @@ class ReleasedRanks:
     def can_release(self) -> bool:
         """Whether a worker can be ended while others keep theirs: not with NCCL, where they are started together."""
         ranks = self._state.ranks
-        held = self._state.weights.plan or self._state.request.plan
-        divides = held is not None and held.divides_weights
-        return isinstance(ranks, WorkerExecutor) and not ranks.has_groups and not divides
+        return isinstance(ranks, WorkerExecutor) and not ranks.has_groups and not self._state.divides_weights
 
     def release(self, rank: int) -> None:
         """End the worker of a rank once its call has ended; calls on all ranks leave it out from then on.

@@ -7,7 +7,7 @@ from typing import Any
 
 from patchpar.comm.trace import write_trace
 from patchpar.errors import PlanError
-from patchpar.pipeline.notebook_html import RankRow, html_of_run
+from patchpar.pipeline.notebook_html import html_of_run
 from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.plan import Plan
@@ -97,17 +97,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return a table with a bar for each rank, which notebooks show."""
-        rows = [
-            RankRow(
-                rank=rank.rank,
-                device=rank.device,
-                waited=sum(rank.seconds_waited.values()),
-                sent=readable_bytes(sum(rank.bytes_sent.values())),
-                held=readable_bytes(rank.stale_bytes) if rank.stale_bytes else "",
-            )
-            for rank in self.ranks
-        ]
-        return html_of_run(str(self), self.seconds, rows)
+        return html_of_run(str(self), self.seconds, self.ranks)
 
     def _predicted(self) -> str:
         return "" if self.forecast is None else f" ({self.forecast:.1f} s predicted)"

@@ -26,7 +26,7 @@ from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
 from patchpar.pipeline.stragglers import SlowRanks
 from patchpar.pipeline.timed_plans import TimedPlans
-from patchpar.pipeline.validate import noise_of_first
+from patchpar.pipeline.validate import check_plan_for, noise_of_first
 from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
 
@@ -88,6 +88,12 @@ class PipelineState:
         if self.executor is None:
             raise PlanError("this pipeline is closed; make a new one")
         return self.executor
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether each rank holds a part of the model, by the plan that was asked for, or with "auto"."""
+        held = self.request.plan or self.weights.plan
+        return held is not None and held.divides_weights
 
     def ask(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the engine on every rank; return rank 0's result, under torchrun that of this process."""
@@ -202,6 +208,15 @@ class PipelineState:
         installation = self.installation_on(ranks)
         options = caller.options(plan, ranks, self.request, installation=installation, tracing=self.tracing)
         return replace(options, noise_of_first=noise)
+
+    def check(self, plan: Plan, ranks: Sequence[int], kwargs: Mapping[str, Any]) -> None:
+        """Raise PlanError, and UnsupportedModel, for a plan that a call cannot have on the first of these ranks."""
+        devices = [self.request.devices.names[rank] for rank in ranks[: plan.world_size]]
+        check_plan_for(self.described, plan, kwargs, devices)
+
+    def in_order(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return ranks as a call takes them: where operations of several ranks are prepared, in ascending order."""
+        return tuple(sorted(ranks) if self.ranks.has_groups else ranks)
 
     def form_groups(self, plan: Plan, ranks: tuple[int, ...]) -> None:
         """Let all ranks prepare operations of those that a call is made on, where that takes all, and once for each."""

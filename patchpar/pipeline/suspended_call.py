@@ -29,21 +29,13 @@ FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallbackAnswer:
-    """What a callback has changed in a step: tensors by name, and the pipeline."""
-
-    tensors: Mapping[str, TensorBytes]
-    changes: tuple[CallbackChange, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendedCall:
     """A job that was suspended before a call of its denoiser.
 
     `pipeline`: the class of the pipeline. `digests`: of the arguments, by name. `calls`: the denoiser calls that need
     not be made again, of each of `groups` prompt groups. `generators`: their states at the beginning, uint8 [N];
-    `seed`: of the noise of a job without one. `answers` of its callback. `step` of `steps` are done. `why_from_start`:
-    why it starts from its beginning, if it does.
+    `seed`: of the noise of a job without one. `answers` of its callback, with TensorBytes. `step` of `steps` are done.
+    `why_from_start`: why it starts from its beginning, if it does.
     """
 
     pipeline: str
@@ -52,7 +44,7 @@ class SuspendedCall:
     groups: int = 1
     generators: tuple[TensorBytes, ...] = ()
     seed: int | None = None
-    answers: tuple[CallbackAnswer, ...] = ()
+    answers: tuple[CallbackResult, ...] = ()
     step: int = 0
     steps: int = 0
     why_from_start: str = ""
@@ -96,7 +88,7 @@ class SuspendedCall:
                 )
         journal = CallJournal()
         journal.take_up(self.calls, self.groups)
-        caller.resume(journal, self.seed, [_result(answer) for answer in self.answers])
+        caller.resume(journal, self.seed, list(map(_with_tensors, self.answers)))
         restore_states(caller.bound, self.generators)
 
     def save(self, path: str | Path) -> None:
@@ -199,8 +191,8 @@ def _tensor(each: TensorBytes) -> Any:
     return tensor_of(each)
 
 
-def _answers(results: Sequence[CallbackResult]) -> tuple[CallbackAnswer, ...] | None:
-    """Return answers of callbacks without torch; None if they hold more than tensors and plain values."""
+def _answers(results: Sequence[CallbackResult]) -> tuple[CallbackResult, ...] | None:
+    """Return answers of callbacks with TensorBytes; None if they hold more than tensors and plain values."""
     if not results:
         return ()
     from patchpar.pipeline.tensor_bytes import tensor_bytes
@@ -210,32 +202,28 @@ def _answers(results: Sequence[CallbackResult]) -> tuple[CallbackAnswer, ...] | 
         if json.loads(json.dumps(changes)) != changes:
             return None
         return tuple(
-            CallbackAnswer(
-                tensors={name: tensor_bytes(value) for name, value in result.tensors.items()}, changes=result.changes
-            )
-            for result in results
+            replace(each, tensors={name: tensor_bytes(value) for name, value in each.tensors.items()})
+            for each in results
         )
     except (TypeError, ValueError, AttributeError):
         return None
 
 
-def _result(answer: CallbackAnswer) -> CallbackResult:
-    return CallbackResult(
-        tensors={name: _tensor(value) for name, value in answer.tensors.items()}, changes=answer.changes
-    )
+def _with_tensors(answer: CallbackResult) -> CallbackResult:
+    return replace(answer, tensors={name: _tensor(value) for name, value in answer.tensors.items()})
 
 
-def _answer_as_json(answer: CallbackAnswer, table: TensorTable) -> list[Any]:
+def _answer_as_json(answer: CallbackResult, table: TensorTable) -> list[Any]:
     tensors = {name: table.add(value) for name, value in answer.tensors.items()}
     return [tensors, [[each.path, list(each.args), each.kwargs] for each in answer.changes]]
 
 
-def _answer_of_json(found: Any, table: TensorTable) -> CallbackAnswer:
+def _answer_of_json(found: Any, table: TensorTable) -> CallbackResult:
     tensors, listed = found
     changes = tuple(CallbackChange(str(path), tuple(args), kwargs) for path, args, kwargs in listed)
     if not all(map(_is_of_files, changes)):
         raise ValueError(f"a callback is said to have called one of {', '.join(each.path for each in changes)}")
-    return CallbackAnswer(tensors={str(name): table.get(number) for name, number in tensors.items()}, changes=changes)
+    return CallbackResult(tensors={str(name): table.get(number) for name, number in tensors.items()}, changes=changes)
 
 
 def _is_of_files(change: CallbackChange) -> bool:

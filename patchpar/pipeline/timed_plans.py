@@ -20,7 +20,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
-from patchpar.pipeline.planner.overlap import OverlapChoice, leaves_overlap_open, overlap_of
+from patchpar.pipeline.planner.overlap import leaves_overlap_open, overlap_of
 from patchpar.pipeline.planner.search import PlanSearchResult, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.pipeline.planner.tape_recorder import DECODE
@@ -72,7 +72,7 @@ class TimedPlans:
         self._options = {name: _named(value) for name, value in options.items()}
         self._kept = kept or KeptMachines.in_home()
         self._found: dict[str, PlanSearchResult | PlanError] = {}
-        self._overlaps: dict[tuple[str, Plan, tuple[int, ...]], OverlapChoice | None] = {}
+        self._overlaps: dict[tuple[str, Plan, tuple[int, ...]], PlanChoice | None] = {}
         self._called: set[tuple[str, Plan]] = set()
         self._ratios: list[float] = []
         self._searching = threading.Lock()  # calls that are alike are searched once, and searches come in turn
@@ -110,7 +110,7 @@ class TimedPlans:
             return choice
         return replace(choice, plan=best, reason=_reason(found), ranks=order[: best.world_size])
 
-    def overlapped(self, plan: Plan, ranks: tuple[int, ...], kwargs: Mapping[str, Any]) -> OverlapChoice | None:
+    def overlapped(self, plan: Plan, ranks: tuple[int, ...], kwargs: Mapping[str, Any]) -> PlanChoice | None:
         """Return a plan that was asked for with `overlap` as the links between its ranks are; see `overlap_of`.
 
         None where that is not open, and where there is no forecast: a CPU's messages take the core that computes. What
@@ -125,7 +125,7 @@ class TimedPlans:
                 self._overlaps[key] = self._overlap(plan, ranks, call)
             return self._overlaps[key]
 
-    def _overlap(self, plan: Plan, ranks: tuple[int, ...], call: Mapping[str, Any]) -> OverlapChoice | None:
+    def _overlap(self, plan: Plan, ranks: tuple[int, ...], call: Mapping[str, Any]) -> PlanChoice | None:
         machine = self.machine
         if self._folder is None or machine is None or not machine.device.beside_host:
             return None

@@ -232,6 +232,16 @@ assert "torch" not in sys.modules and "numpy" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_what_cannot_be_started_is_said():
+    with pytest.raises(LaunchError, match="at least one device is needed"):
+        LocalExecutor([], PLAIN)
+    with (
+        LocalExecutor(["cpu"], PLAIN, preload=["no.such.module"]) as executor,
+        pytest.raises(LaunchError, match=r"cannot import 'no\.such\.module' of preload: No module named 'no'"),
+    ):
+        executor.call("rank")
+
+
 def test_closing_twice_is_harmless_and_final():
     executor = LocalExecutor(["cpu"], PLAIN)
     executor.close()

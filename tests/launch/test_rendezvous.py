@@ -14,7 +14,7 @@ import pytest
 
 from patchpar.errors import LaunchError
 from patchpar.launch import rendezvous as rendezvous
-from patchpar.launch.rendezvous import CONFIG, meet, name_of_job, user_of
+from patchpar.launch.rendezvous import CONFIG, linked, meet, name_of_job, user_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets with a name that is no file")
 OTHER_USER = 54321
@@ -69,6 +69,20 @@ def test_who_does_not_come_is_named(name):
     assert first == "rank 1 has not connected within 0.5 s: did it exit or fail?"
     assert "rank 0 has refused rank 2, or has exited" in second or "cannot connect to rank 0" in second
     assert met(name, [1], 2, deadline=0.2) == ["rank 0 has not started within 0.2 s: did it exit or fail?"]
+
+
+def test_a_rank_0_that_exits_before_it_has_linked_the_others_is_noticed_by_them(name):
+    def run(rank):
+        if rank == 0:
+            close([meet(name, 0, 3, 20.0)])
+            return ""
+        with pytest.raises(LaunchError) as caught:
+            linked(name, rank, 3, 20.0)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(run, range(3)))[1:]
+    assert found == [f"rank {rank} cannot connect to the others: it has closed the connection" for rank in (1, 2)]
 
 
 def test_two_of_one_rank(name):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from patchpar import LaunchError, PlanError, Team, UnsupportedModel, shard_module
 from patchpar.pipeline.known_denoisers import KnownDenoisers
+from patchpar.pipeline.module.team import replicate
 from patchpar.shard.unet.discover import discover
 from patchpar.shard.verification import fingerprint_of
 from tests.breadth import first_of
@@ -227,8 +228,30 @@ def test_what_cannot_be_a_team_is_refused() -> None:
     for strategy in ("structure", "piped"):
         with pytest.raises(PlanError, match=r"strategy"):
             Team(copies("wan"), strategy=strategy)
+    with pytest.raises(PlanError, match="are 3 numbers, and axis 'patch' has 2 ranks"):
+        Team(copies("wan"), ratio=(1, 2, 3))
+    with pytest.raises(LaunchError, match="deadline=0: it must be a finite number"):
+        Team(copies("wan"), deadline=0)
+    compiled = copies("wan")
+    compiled[1].compile()
+    with pytest.raises(PlanError, match=r"WanModel is compiled as a whole.*compile its blocks instead"):
+        Team(compiled)
     with Team(copies("wan")) as team, pytest.raises(UnsupportedModel, match="gradients are taken through WanModel"):
         team(**{**call_of("wan"), "x": call_of("wan")["x"].requires_grad_()})
+    with (
+        Team(copies("wan"), strategy="displaced") as team,
+        pytest.raises(PlanError, match=r"call begin\(\) before each"),
+    ):
+        team(**call_of("wan"))
+
+
+def test_a_team_of_one_makes_plain_calls() -> None:
+    with Team(copies("wan", 1)) as team:
+        assert torch.equal(team(**call_of("wan")), network("wan")(**call_of("wan")))
+    first, second = replicate(network("wan"), ["cpu", "cpu"])
+    assert not {id(each) for each in first.modules()} & {id(each) for each in second.modules()}
+    with pytest.raises(PlanError, match="the network is on cpu, and the first device is meta: move it there before"):
+        replicate(first, ["meta", "cpu"])
 
 
 def test_a_closed_team_says_so() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from patchpar.pipeline.model_to_load import ModelInFiles, ModelInMemory
 from tests import tiny
 from tests.tensors import relative
 from tests.unit.test_model_folder import in_cache
+from tests.weights.quantised import Int8Weight
 
 GIB = 2**30
 NETWORKS = {
@@ -137,6 +140,20 @@ def test_a_named_plan_whose_weights_fit_alone_is_loaded_with_a_warning(
         assert ("does not fit beside the weights" in caplog.text) == warned
 
 
+def test_of_quantised_weights_nothing_is_forecast_and_they_are_whole(folder: str, tmp_path: Path) -> None:
+    quantised = shutil.copytree(folder, tmp_path / "quantised")
+    config = quantised / "transformer/config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "gguf"}}))
+    pipe = tiny.build("qwen").pipe
+    weight = pipe.transformer.proj_out._parameters.pop("weight")
+    pipe.transformer.proj_out.register_buffer("weight", Int8Weight.of(weight.detach()))
+    for model in (ModelInFiles.of(quantised, {}), ModelInMemory(pipe)):
+        assert model.forecast() is None
+        assert model.chosen(2, free(0.001, 0.001)) == WeightChoice()
+    assert advice(Plan(patch=2), None, free(1, 1)) == ""
+    assert shortage(Plan(patch=2), None, free(1, 1)) == ""
+
+
 def test_the_plan_of_a_call_has_all_devices() -> None:
     model = describe(tiny.build("qwen").pipe)
     held = WeightChoice(Plan(patch=4, weights="sharded", resident=2), "weights=sharded: why")
@@ -159,7 +176,9 @@ def test_the_copy_without_weights_has_the_bytes_of_the_pipeline() -> None:
     assert all(x.is_meta for x in copy.transformer.parameters())
     assert {id(x) for x in pipe.transformer.parameters()} == before
     assert not any(x.is_meta for x in pipe.transformer.parameters())
-    assert ModelInMemory(pipe).forecast().activations > 0
+    forecast = ModelInMemory(pipe).forecast()
+    assert forecast is not None
+    assert forecast.activations > 0
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 from patchpar import CallSuspended, ParallelPipeline, PlanError, SuspendedCall
+from patchpar.pipeline import call_recorder
 from patchpar.pipeline import suspended_call as suspended_call_module
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.call_journal import CallJournal
-from patchpar.pipeline.call_placement import CallPlacement, JobOptions
+from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.job import PipelineJob
-from patchpar.pipeline.messages import CallbackChange, RecordedPrediction, TensorBytes
+from patchpar.pipeline.messages import CallbackChange, CallbackResult, RecordedPrediction, TensorBytes
 from patchpar.pipeline.startup import plan_of
-from patchpar.pipeline.suspended_call import CallbackAnswer
 from patchpar.pipeline.tensor_file import TensorTable
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import BUILDERS, RARER, Tiny, build
@@ -66,7 +66,7 @@ def counted(pipe: Any) -> Iterator[Counter[str]]:
 def recorded(pipe: ParallelPipeline, plan: Any = None, **arguments: Any) -> tuple[Any, SuspendedCall]:
     """Output of a whole job, and what `suspend` would have returned at its end."""
     wanted = plan_of(plan) if plan else pipe._state.wanted
-    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments, JobOptions())
+    job = pipe._job(CallPlacement(rule=choose, plan=wanted), (), arguments)
     job._caller.release = lambda: None
     job.start()
     output = job.result(SECONDS)
@@ -250,6 +250,20 @@ def test_answers_of_a_callback_are_recorded(parallel: ParallelPipeline, tmp_path
     assert asked == [2, 3]
 
 
+@pytest.mark.parametrize("value", [object(), (1, 2)], ids=["no JSON", "another type in JSON"])
+def test_what_a_callback_has_set_may_be_nothing_for_a_file(parallel: ParallelPipeline, value: object) -> None:
+    def sets(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        pipe._of_callback = value
+        return {}
+
+    options = {**CALL, "callback_on_step_end": sets, "generator": generator()}
+    whole, suspended = recorded(parallel, "patch=2", **options)
+    assert (suspended.calls, suspended.answers) == ((), ())
+    assert suspended.why_from_start == "its callback has changed the pipeline by more than plain values"
+    again = parallel.submit(**{**options, "generator": generator()}, plan="patch=2", resume=suspended)
+    assert relative_error(again.result(SECONDS), whole) == 0.0
+
+
 def test_what_keeps_more_than_predictions_starts_from_the_beginning() -> None:
     tiny = build("flux")
     from diffusers import FirstBlockCacheConfig
@@ -262,6 +276,47 @@ def test_what_keeps_more_than_predictions_starts_from_the_beginning() -> None:
         assert "transformer has a cache (FirstBlockCacheConfig)" in suspended.why_from_start
         again = pipe.submit(**arguments_of(tiny), resume=suspended).result(SECONDS)
     assert relative_error(again, whole) == 0.0
+
+
+def written_to(sample: torch.Tensor, output: Any) -> Any:
+    sample.mul_(1.0)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("forward", "limit", "count", "logged", "why"),
+    [
+        (lambda _, output: output, 2, 2, "its predictions take more than 16384 bytes", ""),
+        (lambda _, output: (*output, object()), 9, 0, "a denoiser returns a object, which cannot be recorded", ""),
+        (written_to, 9, 0, "", "UNet2DConditionModel changes its arguments"),
+    ],
+)
+def test_what_is_not_recorded_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    forward: Callable[[torch.Tensor, Any], Any],
+    limit: int,
+    count: int,
+    logged: str,
+    why: str,
+) -> None:
+    """`limit`: predictions whose bytes are kept. `count`: those that are not made again."""
+    tiny = build("sdxl")
+    plain = tiny.pipe.unet.forward
+    tiny.pipe.unet.forward = lambda sample, *args, **kwargs: forward(sample, plain(sample, *args, **kwargs))
+    monkeypatch.setattr(call_recorder, "MOST_BYTES", limit * 8192)
+    with ParallelPipeline(tiny.pipe, devices="cpu") as pipe, counted(tiny.pipe) as computed:
+        pipe.set_progress_bar_config(disable=True)
+        with caplog.at_level(logging.INFO, logger="patchpar.pipeline.call_journal"):
+            whole, suspended = recorded(pipe, **arguments_of(tiny))
+        total = computed.total()
+        assert suspended.num_calls == count
+        assert logged in caplog.text
+        assert suspended.why_from_start == why
+        computed.clear()
+        again = pipe.submit(**arguments_of(tiny), resume=suspended).result(SECONDS)
+        assert torch.equal(tensor_of(again), tensor_of(whole))
+        assert computed.total() == total - count
 
 
 class Ending(CallController):
@@ -400,7 +455,7 @@ def test_a_file_calls_no_method_but_those_that_set(
     change: CallbackChange, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gives somebody a file would have the pipeline write, load and download what it says."""
-    answers = (CallbackAnswer(tensors={}, changes=(change,)),)
+    answers = (CallbackResult(tensors={}, changes=(change,)),)
     suspended, path = SuspendedCall(pipeline="P", digests={}, answers=answers), tmp_path / "call"
     suspended.save(path)
     found = SuspendedCall.load(path)

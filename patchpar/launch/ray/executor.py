@@ -29,7 +29,6 @@ class RayExecutor(WorkerExecutor):
         start_timeout: float = 600.0,
         preload: Sequence[str] = (),
         one_by_one: bool = False,
-        has_group: bool = True,
         secret_file: str | Path | None = None,
         trusted_network: bool = False,
     ) -> None:
@@ -43,7 +42,6 @@ class RayExecutor(WorkerExecutor):
             preload=tuple(preload),
             start_method="spawn",
             one_by_one=one_by_one,
-            has_group=has_group,
         )
         self._actors = RayActors(cluster)
         starter = RemoteStarter(

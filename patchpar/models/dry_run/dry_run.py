@@ -23,7 +23,7 @@ from patchpar.models.dry_run.call_memory import CallMemory
 from patchpar.models.dry_run.kept_tokens import Attentions, AttentionSize
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META, MetaMode
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, AttentionReplaced
 
@@ -89,7 +89,7 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
 
 def emptied(pipe: Any) -> dict[str, nn.Module]:
     """Move the networks of a pipeline to the meta device, and return them by name."""
-    networks = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
+    networks = networks_of(pipe)
     for network in networks.values():
         network.to(META)
     return networks

@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dry_run.meta_mode import META
+from patchpar.models.info import networks_of
 from patchpar.models.loading import DTYPE_NAMES, MALFORMED, dtype_of, load_pipeline
 from patchpar.models.model_index import ComponentEntry, ModelIndex
 from patchpar.models.remote_code import refuse_code
@@ -60,7 +61,7 @@ def emptied_copy(pipe: Any) -> Any:
     Raises UnsupportedModel for quantised weights.
     """
     empty: dict[int, Any] = {}
-    for network in (each for each in pipe.components.values() if isinstance(each, nn.Module)):
+    for network in networks_of(pipe).values():
         for x in (*network.parameters(), *network.buffers()):
             if type(x) not in (nn.Parameter, torch.Tensor):
                 raise UnsupportedModel(f"{type(network).__name__} has weights of type {type(x).__name__}: quantised")

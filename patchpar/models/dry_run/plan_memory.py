@@ -25,7 +25,7 @@ from patchpar.models.dry_run.call_memory import NO_CALL, CallMemory
 from patchpar.models.dry_run.kept_tokens import kept_bytes
 from patchpar.models.dry_run.memory_terms import MemoryTerms, WeightTerms
 from patchpar.models.encoders import encoders_of
-from patchpar.models.info import denoisers_of
+from patchpar.models.info import denoisers_of, networks_of
 from patchpar.plan.plan import Plan
 from patchpar.shard.stages.balance import balanced
 from patchpar.shard.unet.discover import splits_into_bands
@@ -81,7 +81,6 @@ class PlanMemory:
 
 def network_bytes(pipe: Any) -> dict[str, NetworkBytes]:
     """Return the bytes of every network of a pipeline, which may be on the meta device."""
-    networks = {name: each for name, each in pipe.components.items() if isinstance(each, nn.Module)}
     denoisers, encoders = denoisers_of(pipe), encoders_of(pipe)
     return {
         name: _bytes_of(
@@ -90,7 +89,7 @@ def network_bytes(pipe: Any) -> dict[str, NetworkBytes]:
             is_divided=name in denoisers or name.startswith(TEXT_ENCODER),
             has_bands=name in denoisers and splits_into_bands(network),
         )
-        for name, network in networks.items()
+        for name, network in networks_of(pipe).items()
     }
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -22,34 +21,25 @@ class ModuleOptions:
     """Checked options. `plan`: of axis `patch` alone. `ignore`: arguments whose numbers and texts may change freely.
 
     `verify`: whether the split call is compared with the plain one at first use; a folder keeps the results there.
-    `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
+    `deadline`: seconds that a rank may wait for another.
     """
 
     plan: Plan
-    verify: bool | Path = True
-    ignore: tuple[str, ...] = ()
-    deadline: float = 60.0
-    seconds: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        plan, strategy = self.plan, self.plan.strategy
-        if plan.world_size != plan.patch or plan.divides_weights:
-            raise PlanError(f"plan {plan}: a network by itself is divided over axis 'patch' only, by whole copies")
-        if not isinstance(strategy, PatchStrategy) or strategy.axis != "patch":
-            raise PlanError(
-                f"strategy={strategy}: of a network by itself only rows or tokens are divided: use exact, "
-                "fresh-edges, displaced or pcpp"
-            )
-        strategy.check_group_size(plan.patch)
-        object.__setattr__(self, "seconds", check_deadline("deadline", self.deadline))
+    verify: bool | Path
+    ignore: tuple[str, ...]
+    deadline: float
 
     @classmethod
-    def of(cls, patch: int, *, strategy: Any, split: str, ratio: Iterable[int], **options: Any) -> ModuleOptions:
-        """Return the options for so many ranks. Raises PlanError, LaunchError."""
-        if isinstance(options.get("ignore"), str):
-            options["ignore"] = (options["ignore"],)
-        plan = Plan(patch=patch, strategy=strategy, split=split, ratio=tuple(ratio))
-        return cls(plan=plan, **{**options, "ignore": tuple(options.get("ignore", ()))})
+    def of(cls, plan: Plan, *, verify: bool | Path, ignore: Iterable[str], deadline: float) -> ModuleOptions:
+        """Return the options for a plan. Raises PlanError, LaunchError."""
+        if not isinstance(plan.strategy, PatchStrategy):
+            raise PlanError(
+                f"strategy={plan.strategy}: of a network by itself only rows or tokens are divided: use exact, "
+                "fresh-edges, displaced or pcpp"
+            )
+        plan.strategy.check_group_size(plan.patch)
+        names = (ignore,) if isinstance(ignore, str) else tuple(ignore)
+        return cls(plan=plan, verify=verify, ignore=names, deadline=check_deadline("deadline", deadline))
 
     def verifications_of(self, module: nn.Module) -> VerificationCache | None:
         """Return where verifications of a network are kept; None if it is not verified.

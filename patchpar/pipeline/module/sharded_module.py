@@ -26,6 +26,7 @@ from patchpar.comm.transport import Transport, connect_group
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import current_device
 from patchpar.pipeline.module.options import ModuleOptions
+from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import ForwardHook, HookSet
@@ -122,7 +123,7 @@ class ShardedModule:
         with self._on_device(), refused_in_words(self.module, str(plan), WAY_OUT, plain):
             output = self.denoiser.denoise(on_own_lists(forward), *args, **kwargs)
         seconds = time.perf_counter() - start  # another rank may take as long before it sends anything
-        self.transport.deadline = max(self.transport.deadline, self.options.seconds + 2 * seconds)
+        self.transport.deadline = max(self.transport.deadline, self.options.deadline + 2 * seconds)
         return output
 
     def _on_device(self) -> AbstractContextManager[None]:
@@ -173,10 +174,9 @@ def shard_module(  # noqa: PLR0913 - each is a setting of its own, by name
 
     Raises PlanError, LaunchError, ExchangeError, UnsupportedModel.
     """
-    options = ModuleOptions.of(
-        patch, strategy=strategy, split=split, ratio=ratio, verify=verify, ignore=ignore, deadline=deadline
-    )
-    transport, ranks = connect_group(device_of(module), options.seconds, group)
+    plan = Plan(patch=patch, strategy=strategy, split=split, ratio=tuple(ratio))
+    options = ModuleOptions.of(plan, verify=verify, ignore=ignore, deadline=deadline)
+    transport, ranks = connect_group(device_of(module), options.deadline, group)
     if len(ranks) != patch:
         transport.close()
         raise PlanError(f"patch={patch}, but the group has {len(ranks)} processes: use patch={len(ranks)}")

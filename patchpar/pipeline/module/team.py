@@ -29,6 +29,7 @@ from patchpar.errors import ExchangeError, PlanError
 from patchpar.launch.accelerators import current_device, current_streams, in_stream
 from patchpar.pipeline.module.options import ModuleOptions
 from patchpar.pipeline.module.sharded_module import ShardedModule, device_of
+from patchpar.plan.plan import Plan
 from patchpar.shard.unsupported_model import refuse_gradients
 
 GRACE = 10.0
@@ -65,12 +66,11 @@ class Team:
         if not size or patch not in (None, size):
             raise PlanError(f"patch={patch} with {size} copies of the network: give one copy for each device")
         _refuse_shared(self.replicas)
-        options = ModuleOptions.of(
-            size, strategy=strategy, split=split, ratio=ratio, verify=verify, ignore=ignore, deadline=deadline
-        )
-        self._deadline, self._lock = options.seconds, threading.Lock()
+        plan = Plan(patch=size, strategy=strategy, split=split, ratio=tuple(ratio))
+        options = ModuleOptions.of(plan, verify=verify, ignore=ignore, deadline=deadline)
+        self._lock = threading.Lock()
         self._mailboxes = Mailboxes([device_of(each) for each in self.replicas])
-        self._transports = [ThreadTransport(rank, self._mailboxes, options.seconds) for rank in range(size)]
+        self._transports = [ThreadTransport(rank, self._mailboxes, options.deadline) for rank in range(size)]
         self._handles: list[ShardedModule] = []
         self._stuck, self._is_closed = "", False
         self._mode: _CallerMode | None = None  # of the last call

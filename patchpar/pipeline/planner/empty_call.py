@@ -1,8 +1,9 @@
-"""The arguments of a pipeline's first call of a denoiser at a small size, without values."""
+"""The arguments of a pipeline's first call of a denoiser, without values, and a small size for it."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,28 +21,27 @@ SIDE = 16
 """Of the latent."""
 FRAMES = 17
 """Of a video: as many as a multiple of 4 or of 8 frames and one before."""
+SPLIT = "its split cannot be found"
 
 
-def first_call(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any]) -> CallArguments:
+def first_call(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any], otherwise: str = SPLIT) -> CallArguments:
     """Return the arguments of the first call of a denoiser of `pipe`, which is on the meta device.
 
-    Raises UnsupportedModel where it is not called, or where the pipeline's code needs values.
+    Raises UnsupportedModel where it is not called (`otherwise`: what then cannot be done), or where the pipeline's code
+    needs values.
     """
     mode = MetaMode(LiveBytes(""))
-    small = with_few_steps(pipe, {**kwargs, **_small(pipe, kwargs)}, 1)
     try:
         with on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode:
-            return arguments_of_first_call(denoiser, lambda: pipe(**small))
+            return arguments_of_first_call(denoiser, partial(pipe, **with_few_steps(pipe, kwargs, 1)), otherwise)
     except (NotImplementedError, RuntimeError) as error:
         raise needs_values(pipe, error) from error
 
 
-def arguments_of_first_call(
-    denoiser: nn.Module, run: Callable[[], Any], otherwise: str = "its split cannot be found"
-) -> CallArguments:
+def arguments_of_first_call(denoiser: nn.Module, run: Callable[[], Any], otherwise: str = SPLIT) -> CallArguments:
     """Return the arguments of the first call of a denoiser in `run`, which ends there.
 
-    Raises UnsupportedModel, where it is not called; `otherwise`: what then cannot be done.
+    Raises UnsupportedModel where it is not called; `otherwise`: see `first_call`.
     """
     calls: list[CallArguments] = []
 
@@ -57,7 +57,7 @@ def arguments_of_first_call(
     return calls[0]
 
 
-def _small(pipe: Any, kwargs: Mapping[str, Any]) -> dict[str, int]:
+def small_size(pipe: Any, kwargs: Mapping[str, Any]) -> dict[str, int]:
     """Return the size of a small call. One that follows from another argument, such as an image, stays."""
     names, side = inspect.signature(type(pipe).__call__).parameters, SIDE * getattr(pipe, "vae_scale_factor", 8)
     given = {name: side for name in ("height", "width") if name in names}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.pipeline.planner.empty_call import first_call
+from patchpar.pipeline.planner.empty_call import first_call, small_size
 from patchpar.shard.tensor.feature_plan import BlockCut, Count, FeatureCut, FeaturePlan
 from patchpar.shard.tensor.lookup import WAY_OUT, discover_features, shapes_of
 from patchpar.shard.transformer.probe.capture import block_candidates, structure_of
@@ -28,10 +28,10 @@ SEED = 0
 
 
 class KnownFeatures:
-    """Feature plans by class of denoiser and number of ranks. `found`: those that are known already."""
+    """Feature plans by class of denoiser and number of ranks, once they have been searched."""
 
-    def __init__(self, found: Mapping[tuple[str, int], FeaturePlan] | None = None) -> None:
-        self._found: dict[tuple[str, int], FeaturePlan | UnsupportedModel] = dict(found or {})
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], FeaturePlan | UnsupportedModel] = {}
 
     def search(self, pipe: Any, denoisers: Mapping[str, nn.Module], kwargs: Mapping[str, Any], size: int) -> None:
         """Find the plans of the `denoisers` of a pipeline on the meta device, unless they are known."""
@@ -55,7 +55,7 @@ class KnownFeatures:
 def plan_without_values(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any], size: int) -> FeaturePlan:
     """Return the plan of a denoiser of `pipe`, both on the meta device, for so many ranks. Raises UnsupportedModel."""
     kind, reasons = type(denoiser).__name__, list[str]()
-    call = first_call(pipe, denoiser, kwargs)
+    call = first_call(pipe, denoiser, {**kwargs, **small_size(pipe, kwargs)})
     for config in narrow_configs(denoiser, size):
         try:
             narrow = _with_random_weights(denoiser, config)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -79,8 +79,7 @@ class KeptTapes:
     def keep_call(self, call: CallFacts) -> None:
         """Keep what is known of the call."""
         if self.files is not None:
-            found = {"branches": call.branches, "steps": call.steps}
-            self.files.remember(self.files.key(self.facts), self.facts, call=found)
+            self.files.remember(self.files.key(self.facts), self.facts, call=asdict(call))
 
     def find(self, plan: Plan) -> Found | None:
         """Return the ranks of an image under a plan, or why it was refused; None if they are not kept."""
@@ -126,19 +125,8 @@ def _sources(folder: str) -> Iterator[os.DirEntry[str]]:
 def _written(found: Found) -> dict[str, Any]:
     if isinstance(found, PlanError):
         return {"refused": str(found), "unsupported": isinstance(found, UnsupportedModel)}
-    recorded = [_rank_written(rank) for rank in found.recorded.values()]
+    recorded = [{**asdict(replace(rank, tape=())), "tape": to_text(rank.tape)} for rank in found.recorded.values()]
     return {"recorded": recorded, "sources": [(each.steps, each.decode) for each in found.sources]}
-
-
-def _rank_written(rank: RecordedRank) -> dict[str, Any]:
-    return {
-        "rank": rank.rank,
-        "tape": to_text(rank.tape),
-        "peaks": dict(rank.peaks),
-        "working": dict(rank.working),
-        "weight_bytes": dict(rank.weight_bytes),
-        "stale_bytes": rank.stale_bytes,
-    }
 
 
 def _read(plan: Plan, found: Mapping[str, Any]) -> Found:

@@ -5,20 +5,13 @@ wait, in parts some of the wait is hidden by attention to the rank's own keys, f
 of the caller decides, so that all ranks do the same, and the decision is a part of the plan. Ours.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.planner.placement import Simulate
 from patchpar.pipeline.planner.search import CLOSE
 from patchpar.plan.plan import Plan
 from patchpar.strategies.exact import ExactPatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapChoice:
-    """A plan with `overlap` decided, and the reason."""
-
-    plan: Plan
-    reason: str
 
 
 def leaves_overlap_open(plan: Plan) -> bool:
@@ -32,7 +25,7 @@ def leaves_overlap_open(plan: Plan) -> bool:
     )
 
 
-def overlap_of(plan: Plan, ranks: tuple[int, ...], simulate: Simulate) -> OverlapChoice:
+def overlap_of(plan: Plan, ranks: tuple[int, ...], simulate: Simulate) -> PlanChoice:
     """Return the plan in parts where its step is shorter by more than `CLOSE`, else as it is, which is at once.
 
     `ranks`: the device of each rank. Raises what `simulate` raises.
@@ -42,7 +35,5 @@ def overlap_of(plan: Plan, ranks: tuple[int, ...], simulate: Simulate) -> Overla
     at_once, parts = (simulate(each, ranks).step.seconds for each in (plan, in_parts))
     pays = at_once > CLOSE * parts
     times = f"a step takes {1e3 * parts:.3g} ms so and {1e3 * at_once:.3g} ms with all keys at once"
-    return OverlapChoice(
-        plan=in_parts if pays else plan,
-        reason=f"keys {'as they arrive' if pays else 'at once'}, by links as measured: {times}",
-    )
+    reason = f"keys {'as they arrive' if pays else 'at once'}, by links as measured: {times}"
+    return PlanChoice(in_parts if pays else plan, reason)

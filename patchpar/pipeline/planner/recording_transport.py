@@ -226,8 +226,8 @@ class RecordingCommunicator(Communicator):
 
     transport: RecordingTransport
 
-    def __init__(self, transport: RecordingTransport, beat: Callable[[str], object] | None = None) -> None:
-        super().__init__(transport, beat)
+    def __init__(self, transport: RecordingTransport) -> None:
+        super().__init__(transport)
         self.only_kind: str | None = None
         self._by_kind: Bytes = {}
 

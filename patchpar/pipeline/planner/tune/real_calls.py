@@ -1,6 +1,6 @@
 """Calls of a model's denoiser with random values, and their operators, recorded without values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from patchpar.models.dry_run.dry_run import on_the_cpu, with_few_steps
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT
-from patchpar.pipeline.planner.empty_call import arguments_of_first_call
+from patchpar.pipeline.planner.empty_call import first_call
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import SdpaMode
@@ -50,9 +49,10 @@ class RandomDenoiser:
 
         Raises UnsupportedModel for a model that is never called.
         """
-        found = _call_of(self._pipe, self._empty, {"prompt": ANY_PROMPT, "height": size, "width": size})
-        operators = _operators(self._empty, *found)
-        args, kwargs = tree_map(lambda x: _filled(x, self._device), found)
+        call = {"prompt": ANY_PROMPT, "height": size, "width": size}
+        found = first_call(self._pipe, self._empty, call, "it cannot be measured")
+        operators = _operators(self._empty, found.args, found.kwargs)
+        args, kwargs = tree_map(lambda x: _filled(x, self._device), (found.args, found.kwargs))
         run = torch.no_grad()(partial(self._real, *args, **kwargs))
         run()  # memory is allocated, kernels are chosen
         return RealCall(operators=operators, run=run)
@@ -66,15 +66,6 @@ def _with_random_weights(empty: nn.Module, device: torch.device) -> nn.Module:
         else:
             weight.data.zero_()
     return real
-
-
-def _call_of(pipe: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments of the denoiser's first call, those of its networks without values."""
-    mode = MetaMode(LiveBytes(ENCODE))
-    with on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode:
-        run = partial(pipe, **with_few_steps(pipe, call, 1))
-        found = arguments_of_first_call(denoiser, run, "it cannot be measured")
-    return found.args, found.kwargs
 
 
 def _operators(denoiser: nn.Module, args: Any, kwargs: Any) -> tuple[Operator, ...]:

@@ -21,6 +21,7 @@ AGREE = 0.05
 PREEMPTED = 0.03
 """Of a run: one that waited longer for a core does not count."""
 REPEATS, ROUNDS = 3, 10
+LEAST = 0.01  # s
 THREADS = Path("/proc/self/task")
 """On Linux, a folder for each thread of this process; its file `schedstat` has the nanoseconds for which it ran, and
 for which it was ready to run and did not."""
@@ -81,14 +82,14 @@ class DeviceTimer:
         seconds = self._clock() - start
         return TimedRun(seconds / times, max(0.0, self._waited() - before) / times)
 
-    def best(self, run: Callable[[], object], least: float = 0.01) -> float:
-        """Return the least seconds of a short run, of at least so many seconds together, twice with the core to itself.
+    def best(self, run: Callable[[], object]) -> float:
+        """Return the least seconds of a short run, of at least LEAST together, twice with the core to itself.
 
         Of a run that is preempted again and again the least seconds are returned too. The first run, in which kernels
         are loaded and chosen, does not count.
         """
         run()
-        times = max(1, round(least / max(self.once(run).seconds, 1e-7)))
+        times = max(1, round(LEAST / max(self.once(run).seconds, 1e-7)))
         runs: list[TimedRun] = []
         while len(runs) < REPEATS * 2 and sum(not each.is_preempted for each in runs) < 2:
             runs.append(self.once(run, times))
