@@ -68,7 +68,6 @@ def saved_results(journal: RequestJournal, model: str) -> Iterator[FinishedResul
 
 
 def _of(kept: KeptJob, model: str) -> FinishedResult:
-    (queued,) = kept.work.call
     is_video = isinstance(kept.result, StoredVideo)
     assert kept.completed_at is not None
     return FinishedResult(
@@ -76,7 +75,7 @@ def _of(kept: KeptJob, model: str) -> FinishedResult:
         model=model,
         route=kept.work.route,
         request=kept.work.request.model_dump(mode="json", exclude_none=True),
-        seed=queued.call.seed,
+        seed=kept.call.seed,
         steps=kept.job.view.steps,
         owner=kept.work.owner,
         created_at=kept.created_at,

@@ -16,14 +16,6 @@ from patchpar.serving.uploaded_image import Uploads
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedImages:
-    """A request in the queue."""
-
-    call: ImageCall
-    job: Job
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
     """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it.

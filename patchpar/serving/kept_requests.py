@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from patchpar.serving.finished_results import FinishedResult, saved_results
-from patchpar.serving.image_call import NO_UPLOADS
+from patchpar.serving.image_call import NO_UPLOADS, ImageCall
 from patchpar.serving.image_request import EditRequest, GenerationRequest
 from patchpar.serving.image_response import response_of
-from patchpar.serving.job import Journaled
-from patchpar.serving.job_source import QueuedImages
-from patchpar.serving.kept_jobs import KeptJob, KeptWork
+from patchpar.serving.job import Job, Journaled
+from patchpar.serving.kept_jobs import KeptJob, KeptWork, ended_job
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import JournaledRequest
@@ -29,21 +28,6 @@ REQUESTS: dict[str, type[PipelineFields]] = {
 }
 """By route."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierCall:
-    """What is kept of a call that has ended. `size`: unknown of one of an earlier server, whose result has one."""
-
-    seed: int
-    size: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierRequest:
-    """A request that has ended, also in an earlier server."""
-
-    call: EarlierCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,21 +49,18 @@ class LaterRequest:
 
 def keep(service: ImageService, later: LaterRequest) -> KeptJob:
     """Queue a request, and keep what comes of it. Raises RequestError."""
-    calls: list[QueuedImages] = []
     is_video = later.route == "video"
 
-    def submit() -> Any:
+    def submit() -> Job:
         begin = service.submit_video if is_video else service.submit
         kept = None if later.entry is None else later.entry.kept
-        calls.append(begin(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept))
-        return calls[0].job
+        return begin(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept)
 
     work = KeptWork(
         kind="video" if is_video else "job",
         owner=later.owner,
         request=later.wanted,
-        call=calls,
-        finish=partial(_stored if is_video else _response, service, later.wanted, calls),
+        finish=partial(_stored if is_video else _response, service),
         drop=StoredVideo.delete if is_video else partial(_delete_files, service),
         size=_bytes_of,
         images=getattr(later.wanted, "n", None) or 1,
@@ -139,14 +120,14 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
         kind="video" if found.route == "video" else "job",
         owner=found.owner,
         request=REQUESTS[found.route].model_validate_json(json.dumps(found.request)),
-        call=[EarlierRequest(EarlierCall(found.seed))],
         finish=lambda _, done: done,
         drop=partial(_dropped, service, found.id),
         size=_bytes_of,
         route=found.route,
     )
-    times = {"created_at": found.created_at, "completed_at": found.completed_at}
-    kept = KeptJob.finished(work, result, name=found.id, steps=found.steps, **times)
+    call = ImageCall(arguments={}, seed=found.seed, count=1, size=(0, 0))  # its result has the size
+    kept = KeptJob(work, ended_job(found.steps, found.steps), call, name=found.id, created_at=found.created_at)
+    kept.complete(result, found.completed_at)
     kept.key, kept.digest = found.key, bytes.fromhex(found.digest)
     return kept
 
@@ -167,8 +148,8 @@ def _dropped(service: ImageService, name: str, result: Any) -> None:
         service.journal.remove(name)
 
 
-def _response(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, done: Any) -> dict[str, Any]:
-    return response_of(wanted, calls[0].call, done, calls[0].job.queued_seconds, service.files)
+def _response(service: ImageService, kept: KeptJob, done: Any) -> dict[str, Any]:
+    return response_of(kept.job, done, service.files)
 
 
 def _delete_files(service: ImageService, response: dict[str, Any]) -> None:
@@ -177,13 +158,11 @@ def _delete_files(service: ImageService, response: dict[str, Any]) -> None:
             service.files.delete(each["url"])
 
 
-def _stored(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, video: Any) -> StoredVideo:
-    return service.videos.store(name, video, frame_rate_of(wanted, service.generator.description))
+def _stored(service: ImageService, kept: KeptJob, video: Any) -> StoredVideo:
+    return service.videos.store(kept.id, video, frame_rate_of(kept.work.request, service.generator.description))
 
 
 def _ended(service: ImageService, kept: KeptJob) -> None:
-    """Keep nothing of a job but its result: neither the images or frames of which that was made, nor uploads."""
-    queued: QueuedImages = kept.work.call[0]
-    kept.work.call[0] = EarlierRequest(EarlierCall(queued.call.seed, queued.call.size))
+    """Keep nothing of a job in the journal, unless the next server goes on with it."""
     if service.journal is not None and not isinstance(kept.error, Journaled):
         service.journal.remove(kept.id)

@@ -9,7 +9,7 @@ from patchpar.pipeline.report import Run
 from patchpar.serving.batching import completed
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
-from patchpar.serving.image_call import STEPS, ImageCall
+from patchpar.serving.image_call import STEPS
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.out_of_memory import is_out_of_memory
@@ -36,19 +36,19 @@ class ServedCalls:
     ) -> None:
         self._generator, self._costs, self._metrics, self._repair = generator, costs, metrics, repair
 
-    def images(self, job: Job, call: ImageCall) -> GeneratedImages:
+    def images(self, job: Job) -> GeneratedImages:
         """Make the images of a request, and of those that have joined it. Raises what the generator raises."""
         if job.peers:
             return self._batch(job)
         self._check_not_late(job)
-        images = self._run(job, lambda: self._generator.generate(job, call.decoded()))
+        images = self._run(job, lambda: self._generator.generate(job, job.source.call.decoded()))
         self._ended(job, images.runs, images.figures)
         return images
 
-    def video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+    def video(self, job: Job) -> GeneratedVideo:
         """Make the video of a request. Raises what the generator raises."""
         self._check_not_late(job)
-        video = self._run(job, lambda: self._generator.generate_video(job, call.decoded()))
+        video = self._run(job, lambda: self._generator.generate_video(job, job.source.call.decoded()))
         self._ended(job, [video.run], [video.figures])
         return video
 

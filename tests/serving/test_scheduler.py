@@ -292,5 +292,5 @@ def test_what_a_policy_knows_of_a_request(four: Any) -> None:
     client, _, service = four
     assert client.post(PATH, json={"prompt": "a", "size": "64x64"}).status_code == 200
     queued = service.submit(parse_request(b'{"prompt": "a", "size": "64x64", "n": 2, "num_inference_steps": 7}'))
-    facts = queued.job.facts
+    facts = queued.facts
     assert (facts.shape, facts.steps, facts.degrees) == (CallShape(64 * 64, branches=2), 14, (1,))
