@@ -31,7 +31,6 @@ from patchpar.serving.lora_registry import LoraRegistry
 from patchpar.serving.partial_images import CompletedImage, PartialImages
 from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
-from patchpar.serving.ranks_in_service import check_in_service
 from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
 from patchpar.serving.unfinished_call import UnfinishedCall, ask_to_suspend
@@ -50,7 +49,7 @@ class ImageGenerator:
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.pings = RankPings(self._ping, len(served.devices))
-        self.ranks = RankPool(len(served.devices), self._slow_ranks, self.pings)
+        self.ranks = RankPool(len(served.devices), self.pings, self._slow_ranks)
         self.task: PipelineTask | None = None
         self.scheduler: Any = None
         self.loras = LoraRegistry()
@@ -254,7 +253,7 @@ class ImageGenerator:
         """Return the number of ranks of a job: of its plan, or what the queue has given it. Raises RequestError."""
         if not isinstance(plan, Plan):
             return job.takes
-        check_in_service(plan, self.ranks.in_service)
+        self.ranks.check(plan)
         return plan.world_size
 
     def _submit(

@@ -58,7 +58,7 @@ class FakeGenerator:
         self.state: PoolState = "loading"
         self.silent: set[int] = set()
         self.pings = RankPings(self._ping, len(self.served.devices))
-        self.ranks = RankPool(len(self.served.devices), answers=self.pings)
+        self.ranks = RankPool(len(self.served.devices), self.pings)
         self.task: PipelineTask | None = None
         self.scheduler: Any = None
         self.loras = LoraRegistry()

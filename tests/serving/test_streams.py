@@ -172,6 +172,7 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
     ("body", "param", "code"),
     [
         ({"promt": "a"}, "promt", "unknown_parameter"),
+        ({"lora": []}, "lora", "unknown_parameter"),
         ({"audio": "file:///etc/passwd"}, "audio", "invalid_value"),
         ({"seconds": 31}, "seconds", "above_limit"),
         ({"seconds": 0}, "seconds", "invalid_value"),

@@ -168,7 +168,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"num_frames": 10}, "num_frames", "above_limit"),
     ({"seconds": 4}, "seconds", "invalid_value"),  # and num_frames
     ({"seconds": "long", "num_frames": None}, "seconds", "invalid_value"),
-    ({"seconds": "-1", "num_frames": None}, "seconds", "invalid_value"),
+    *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("-1", -1, 0, -0.5, [1])),
     *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("1e308", "nan", 1e308, 10**400)),
     ({"seconds": "4", "num_frames": None}, "seconds", "above_limit"),
     ({"size": "60x60"}, "size", "invalid_size"),
