@@ -52,11 +52,6 @@ class WaitingRequest:
         """The numbers of devices that it may have, ascending, each faster than those before it."""
         return self.costs.degrees
 
-    @property
-    def fastest(self) -> int:
-        """The number of devices on which it ends first."""
-        return self.degrees[-1]
-
     def seconds(self, degree: int) -> float:
         """Return how long it takes on so many devices."""
         return self.costs.seconds(degree, self.steps)
