@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import logging
+import re
 import threading
 import wave
 from collections.abc import Iterator
@@ -29,9 +30,10 @@ from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import stream_application
 from patchpar.serving.http.stream_socket import applied
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
-from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control
+from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, reference_of
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.web.server import HOME, WebServer
@@ -140,6 +142,29 @@ def test_images_of_controls_are_decoded_as_those_of_requests(wanted: dict[str, s
     stream: Any = SimpleNamespace(control=lambda _: threads.append(threading.current_thread().name) or {})
     asyncio.run(applied(stream, parse_control(json.dumps(wanted))))
     assert threads[0].startswith("patchpar-uploads") is is_aside
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param", "code", "message"),
+    [
+        ({}, "type", "missing_parameter", "type is missing"),
+        ({"type": "prompt"}, "text", "missing_parameter", "prompt: text is missing"),
+        ({"type": "param", "name": "audio_scale"}, "value", "missing_parameter", "param: value is missing"),
+        ({"type": "stop", "at": 3}, "at", "unsupported_parameter", "at does not go with stop: leave it out"),
+        ({"type": "prompt", "txt": "a"}, "txt", "unknown_parameter", "did you mean 'text'?"),
+        ([], None, "invalid_json", 'the body is no JSON object: send {"type": ...}'),
+    ],
+)
+def test_a_control_that_is_refused(wanted: Any, param: str | None, code: str, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as found:
+        parse_control(json.dumps(wanted))
+    assert (found.value.param, found.value.code) == (param, code)
+
+
+@pytest.mark.parametrize("image", ["*", "AAAA"])
+def test_an_image_of_a_control_that_is_none(image: str) -> None:
+    with pytest.raises(RequestError, match="image"):
+        reference_of(parse_control(json.dumps({"type": "reference", "image": image})))
 
 
 def test_audio_and_controls(client: Any, streams: StreamService) -> None:
