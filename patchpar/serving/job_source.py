@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it.
+    """What a job was made of. `route`: see `JournalEntry`. `owner`: who may see it.
 
     `is_lasting`: whether the next server goes on with it.
     """

@@ -114,7 +114,6 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
     """Return the job of a result. Raises OSError, KeyError, TypeError and ValueError."""
     result: Any = found.result
     if found.route == "video":
-        assert found.folder is not None, "it was read"
         result = service.videos.adopt(found.id, found.folder, found.result)
     work = KeptWork(
         kind="video" if found.route == "video" else "job",
