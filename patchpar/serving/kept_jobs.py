@@ -27,26 +27,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWork:
-    """What a kept job is for. `owner`: who may see it. `finish`: makes of the job's result what is kept of it.
+    """What a kept job is for. `route`: "generation", "edit" or "video". `owner`: who may see it.
 
-    `route`: "generation", "edit" or "video".
-
-    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
-
-    `drop`: frees what is kept. `size`: returns its bytes. `images`: how many images the job makes, for its progress.
+    `finish`: makes of the job's result what is kept of it. `drop`: frees what is kept. `size`: returns its bytes.
     `ended`: called at its end.
+    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
     """
 
-    kind: Kind
+    route: str
     owner: str
     request: Any
     finish: Callable[["KeptJob", Any], Any]
-    drop: Callable[[Any], object] = lambda _: None
+    drop: Callable[["KeptJob", Any], object] = lambda *_: None
     size: Callable[[Any], int] = lambda _: 0
-    images: int = 1
-    route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
     is_awaited: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """See `kind_of`."""
+        return kind_of(self.route)
 
 
 class KeptJob:
@@ -95,8 +95,8 @@ class KeptJob:
         if view.state == "done":
             return 95
         made = sum(isinstance(event, CompletedImage) for event in self.job.events())
-        part = view.step / view.steps if view.steps and made < self.work.images else 0.0
-        return 2 + round(88 * min(1.0, (made + part) / self.work.images))
+        part = view.step / view.steps if view.steps and made < self.call.count else 0.0
+        return 2 + round(88 * min(1.0, (made + part) / self.call.count))
 
     def finish(self, outcome: "Future[Any]") -> None:
         """Take the outcome of its job, and free the job's own copy of the result."""
@@ -127,6 +127,11 @@ def ended_job(step: int, steps: int) -> Job:
     ended.show(step=step, steps=steps)
     ended.run()
     return ended
+
+
+def kind_of(route: str) -> Kind:
+    """Return the kind of a job by the route of its request."""
+    return "video" if route == "video" else "job"
 
 
 def new_id(kind: Kind) -> str:
@@ -263,7 +268,7 @@ class KeptJobs:
     def _drop(self, kept: KeptJob) -> None:
         result, kept.result = kept.result, None
         if result is not None:
-            kept.work.drop(result)
+            kept.work.drop(kept, result)
 
     def _sweep(self) -> None:
         """Drop jobs that have expired, and beyond the limits the oldest ones of who has most. Needs the lock."""

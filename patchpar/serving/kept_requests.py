@@ -57,13 +57,11 @@ def keep(service: ImageService, later: LaterRequest) -> KeptJob:
         return begin(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept)
 
     work = KeptWork(
-        kind="video" if is_video else "job",
         owner=later.owner,
         request=later.wanted,
         finish=partial(_stored if is_video else _response, service),
-        drop=StoredVideo.delete if is_video else partial(_delete_files, service),
+        drop=partial(_dropped, service),
         size=_bytes_of,
-        images=getattr(later.wanted, "n", None) or 1,
         route=later.route,
         ended=partial(_ended, service),
         is_awaited=later.is_awaited,
@@ -116,11 +114,10 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
     if found.route == "video":
         result = service.videos.adopt(found.id, found.folder, found.result)
     work = KeptWork(
-        kind="video" if found.route == "video" else "job",
         owner=found.owner,
         request=REQUESTS[found.route].model_validate_json(json.dumps(found.request)),
         finish=lambda _, done: done,
-        drop=partial(_dropped, service, found.id),
+        drop=partial(_dropped, service),
         size=_bytes_of,
         route=found.route,
     )
@@ -138,23 +135,19 @@ def _bytes_of(result: Any) -> int:
     return sum(len(each.get("b64_json", "")) for each in result["data"])
 
 
-def _dropped(service: ImageService, name: str, result: Any) -> None:
+def _dropped(service: ImageService, kept: KeptJob, result: Any) -> None:
+    """Delete the files of a result, also those that an earlier server has left in the journal."""
     if isinstance(result, StoredVideo):
         result.delete()
     else:
-        _delete_files(service, result)
+        for each in (each for each in result["data"] if "url" in each):
+            service.files.delete(each["url"])
     if service.journal is not None:
-        service.journal.remove(name)
+        service.journal.remove(kept.id)
 
 
 def _response(service: ImageService, kept: KeptJob, done: Any) -> dict[str, Any]:
     return response_of(kept.job, done, service.files)
-
-
-def _delete_files(service: ImageService, response: dict[str, Any]) -> None:
-    for each in response["data"]:
-        if "url" in each:
-            service.files.delete(each["url"])
 
 
 def _stored(service: ImageService, kept: KeptJob, video: Any) -> StoredVideo:

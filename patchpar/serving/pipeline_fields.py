@@ -111,19 +111,19 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Return the error for the client: unknown names first, since a wrong name often is the cause of the others."""
     found = error.errors(include_url=False, include_context=False)
     first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    place = first["loc"]
-    if len(place) > 1 and isinstance(place[1], str):  # a type, of those that a field may have
-        place = place[:1]
-    name = ".".join(map(str, place))
+    location = first["loc"]
+    if len(location) > 1 and isinstance(location[1], str):  # a type, of those that a field may have
+        location = location[:1]
+    name = ".".join(map(str, location))
     if first["type"] == "json_invalid":
         return RequestError(f"the body is no JSON: {first['msg']}", code="invalid_json")
-    if not place:
+    if not location:
         example = f'{{"{next(iter(kind.model_fields))}": ...}}'
         return RequestError(f"the body is no JSON object: send {example}", code="invalid_json")
     if first["type"] == "extra_forbidden":
         if issubclass(kind, PipelineFields) and name in OF_OTHERS:
             return RequestError(f"{name}: {OF_OTHERS[name]}", param=name, code="unsupported_parameter")
-        return _unknown(name, tuple(kind.model_fields if len(place) == 1 else LoraField.model_fields))
+        return _unknown(name, tuple(kind.model_fields if len(location) == 1 else LoraField.model_fields))
     if first["type"] in ("missing", "string_pattern_mismatch"):
         return _missing(name, first["type"])
     given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"

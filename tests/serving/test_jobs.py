@@ -246,12 +246,12 @@ def test_results_take_no_more_bytes_than_are_kept(sizes: list[tuple[str, int]], 
     found = []
     for owner, size in sizes:
         work = KeptWork(
-            kind="job",
+            route="generation",
             owner=owner,
             request=None,
             finish=lambda _, made: made,
             size=lambda made: made,
-            drop=dropped.append,
+            drop=lambda _, made: dropped.append(made),
         )
         found.append(kept.add(work, partial(job_of, size)))
         found[-1].job.run()
@@ -277,7 +277,7 @@ def test_images_in_memory_and_files_of_videos_are_counted(fake: Any) -> None:
 def test_a_result_that_is_awaited_is_there_whatever_the_limit(is_awaited: bool) -> None:
     """As of a video whose client waits for the file while another one ends. Otherwise only the last one is kept."""
     kept = KeptJobs(KeptResults(count=1))
-    work = KeptWork(kind="video", owner="", request=None, finish=lambda _, made: made, is_awaited=is_awaited)
+    work = KeptWork(route="video", owner="", request=None, finish=lambda _, made: made, is_awaited=is_awaited)
     found = [kept.add(work, partial(job_of, "the file")) for _ in range(2)]
     for each in found:
         each.job.run()
