@@ -23,7 +23,7 @@ from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.plan.plan import Plan
 from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
-from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated, image_of
+from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, image_of
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
@@ -208,7 +208,7 @@ class ImageGenerator:
                     )
                 )
                 job.send(kept.done[-1])
-        return generated(kept.done, kept.runs)
+        return GeneratedImages(tuple(kept.done), tuple(kept.runs))
 
     def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
         """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""

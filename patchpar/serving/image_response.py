@@ -21,13 +21,13 @@ def response_of(job: Job, done: GeneratedImages, files: ImageFiles) -> dict[str,
     `files`: where images are kept that the response links to, by paths on this server.
     """
     request = job.source.request
-    data = [_encoded(request, each, files) for each in done.images]
+    data, last = [_encoded(request, each, files) for each in done.images], done.completed[-1]
     return {
         "created": int(time.time()),
         "data": data,
-        **_described(request, done.images[0]),
-        "usage": _usage(done.prompt_tokens, len(data) * _output_tokens(done.images[0])),
-        "patchpar": _figures(job, 0, done.figures, done.reason),
+        **_described(request, last.image),
+        "usage": _usage(last.prompt_tokens, len(data) * _output_tokens(last.image)),
+        "patchpar": _figures(job, 0, done.figures, last.reason),
     }
 
 

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from patchpar.errors import LaunchError, RetriesExhausted, WorkerDied, WorkerError, WorkerHung
 from patchpar.pipeline.report import Run
-from patchpar.serving.batching import completed
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.image_call import STEPS
@@ -74,7 +73,7 @@ class ServedCalls:
             raise
         self._metrics.observe_batch(len(made))
         for each, images in zip(joined, made, strict=True):
-            each.send(completed(images))
+            each.send(images.completed[0])
             if each is not job:
                 self._metrics.observe(each.queued_seconds, each.facts.shape.pixels, ())  # the call is counted once
                 each.finish(images)
