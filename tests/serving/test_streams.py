@@ -10,6 +10,7 @@ import re
 import threading
 import wave
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from socket import SHUT_RDWR
@@ -37,6 +38,7 @@ from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_con
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.web.server import HOME, WebServer
+from tests.live.test_pages import jpegs
 from tests.serving.requests import Connected, client_of, example_of_the_page, until
 from tests.serving.test_http import KEY, error_of
 from tests.stream.tiny import write_folder
@@ -165,6 +167,32 @@ def test_a_control_that_is_refused(wanted: Any, param: str | None, code: str, me
 def test_an_image_of_a_control_that_is_none(image: str) -> None:
     with pytest.raises(RequestError, match="image"):
         reference_of(parse_control(json.dumps({"type": "reference", "image": image})))
+
+
+def test_who_watches_images_gets_those_that_are_made_then(client: Any, streams: StreamService) -> None:
+    """As MJPEG, until the stream ends."""
+    created = client.post(STREAMS, json={"audio": "live", "audio_rate": 16000}).json()
+    path, stream = f"{STREAMS}/{created['id']}", streams.get(created["id"], "")
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(client.get, f"{path}/images")
+        until(lambda: stream.images.watchers == 1, "who watches")
+        for _ in range(3):
+            stream.push(bytes(16000))
+        until(lambda: stream.seconds > 0.5, "frames")
+        assert client.post(f"{path}/controls", json={"type": "stop"}).json()["of"] == "stop"
+        response = watching.result(60)
+    assert response.headers["content-type"].startswith("multipart/x-mixed-replace")
+    found = list(jpegs(io.BytesIO(response.content)))
+    assert len(found) > 5
+    assert stream.images.watchers == 0
+
+
+def test_files_of_a_stream_that_do_not_go_together(client: Any) -> None:
+    twice = client.post(STREAMS, data={"seed": "1"}, files=[("reference", b"a"), ("reference", b"b")])
+    assert "2 files: send one" in error_of(twice, 400)["message"]
+    both = client.post(STREAMS, data={"audio": "live"}, files={"audio_file": ("a.wav", wav_of(1))})
+    assert "send one of them" in error_of(both, 400)["message"]
+    assert client.post(STREAMS, json=SHORT).status_code == 200, "neither takes a slot"
 
 
 def test_audio_and_controls(client: Any, streams: StreamService) -> None:

@@ -191,6 +191,8 @@ def test_an_image_for_a_model_that_takes_none(client: Any) -> None:
     form = {name: str(value) for name, value in SMALL.items()}
     error = error_of(client.post(VIDEOS, data=form, files={"input_reference": file.getvalue()}), 400)
     assert (error["param"], error["code"]) == ("image", "unsupported_parameter")
+    twice = error_of(client.post(VIDEOS, data=form, files=[("input_reference", file.getvalue())] * 2), 400)
+    assert (twice["param"], "2 files: send one" in twice["message"]) == ("input_reference", True)
 
 
 def test_images_and_videos_are_of_their_own_routes(client: Any, request: pytest.FixtureRequest) -> None:
