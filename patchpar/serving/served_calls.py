@@ -71,7 +71,7 @@ class ServedCalls:
             for peer in joined[1:]:
                 peer.fail(error)
             raise
-        self._metrics.observe_batch(len(made))
+        self._metrics.batches.observe(len(made))
         for each, images in zip(joined, made, strict=True):
             each.send(images.completed[0])
             if each is not job:
@@ -84,7 +84,7 @@ class ServedCalls:
         """Count and learn. Costs are those of a request that is made alone and at one go: others tell nothing of it."""
         shape, own = job.facts.shape, figures[len(figures) - len(runs) :]
         self._metrics.observe(job.queued_seconds, shape.pixels, runs)
-        self._metrics.observe_recoveries(sum(each.recovered for each in own))
+        self._metrics.recoveries.labels("recovered").inc(sum(each.recovered for each in own))
         for run, each in zip(runs, own, strict=True) if is_alone and not job.suspensions else ():
             if not each.recovered:  # on fewer devices, and twice in part
                 self._costs.observe(shape, job.takes, run.steps, run.seconds)
@@ -95,11 +95,11 @@ class ServedCalls:
             with refused_calls_named(self._generator.scheduler, steps):
                 return generate()
         except Suspended:
-            self._metrics.observe_suspension()
+            self._metrics.suspensions.inc()
             raise
         except (WorkerError, LaunchError) as error:
             if isinstance(error, LOST):
-                self._metrics.observe_lost_request()
+                self._metrics.recoveries.labels("failed").inc()
             self._repair(job.takes)
             raise
 
@@ -107,7 +107,7 @@ class ServedCalls:
         try:
             check_not_late(job)
         except RequestError:
-            self._metrics.observe_missed_deadline()
+            self._metrics.missed_deadlines.inc()
             raise
 
     def _ends_late(self, job: Job) -> bool:
