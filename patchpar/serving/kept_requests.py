@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from patchpar.serving.finished_results import FinishedResult, saved_results
+from patchpar.serving.generated import GeneratedVideo
 from patchpar.serving.image_call import NO_UPLOADS, ImageCall
 from patchpar.serving.image_request import EditRequest, GenerationRequest
 from patchpar.serving.image_response import response_of
@@ -49,17 +50,15 @@ class LaterRequest:
 
 def keep(service: ImageService, later: LaterRequest) -> KeptJob:
     """Queue a request, and keep what comes of it. Raises RequestError."""
-    is_video = later.route == "video"
 
     def submit() -> Job:
-        begin = service.submit_video if is_video else service.submit
         kept = None if later.entry is None else later.entry.kept
-        return begin(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept)
+        return service.submit(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept)
 
     work = KeptWork(
         owner=later.owner,
         request=later.wanted,
-        finish=partial(_stored if is_video else _response, service),
+        finish=partial(_result, service),
         drop=partial(_dropped, service),
         size=_bytes_of,
         route=later.route,
@@ -146,12 +145,11 @@ def _dropped(service: ImageService, kept: KeptJob, result: Any) -> None:
         service.journal.remove(kept.id)
 
 
-def _response(service: ImageService, kept: KeptJob, done: Any) -> dict[str, Any]:
-    return response_of(kept.job, done, service.files)
-
-
-def _stored(service: ImageService, kept: KeptJob, video: Any) -> StoredVideo:
-    return service.videos.store(kept.id, video, frame_rate_of(kept.work.request, service.generator.description))
+def _result(service: ImageService, kept: KeptJob, made: Any) -> Any:
+    """Return what is kept of what a job has made: a StoredVideo, or the JSON of a response."""
+    if isinstance(made, GeneratedVideo):
+        return service.videos.store(kept.id, made, frame_rate_of(kept.work.request, service.generator.description))
+    return response_of(kept.job, made, service.files)
 
 
 def _ended(service: ImageService, kept: KeptJob) -> None:

@@ -129,7 +129,7 @@ class ImageService:
 
     def submit(
         self,
-        request: GenerationRequest,
+        request: GenerationRequest | VideoRequest,
         uploads: Uploads = NO_UPLOADS,
         *,
         route: str = "generation",
@@ -142,29 +142,18 @@ class ImageService:
         `kept`: what an earlier server has of it. `is_lasting`: see JobSource.
         """
         rules = self._open_rules(request, is_earlier=kept is not None)
-        if self.generator.makes_videos:
-            raise RequestError(f"this model makes videos: use {self.route}", code="unsupported_model", param="model")
-        self.files.check(request.response_format)
-        call = rules.call_of(request, uploads)
+        is_video = isinstance(request, VideoRequest)
+        if is_video != self.generator.makes_videos:
+            product = "images" if is_video else "videos"
+            raise RequestError(f"this model makes {product}: use {self.route}", code="unsupported_model", param="model")
+        length: dict[str, Any] = {}
+        if isinstance(request, VideoRequest):
+            length = video_arguments(request, rules.model, rules.limits)
+        else:
+            self.files.check(request.response_format)
+        call = rules.call_of(request, uploads, **length)
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call, is_lasting=is_lasting)
-        return self._queued(source, self._calls.images, kept)
-
-    def submit_video(
-        self,
-        request: VideoRequest,
-        uploads: Uploads = NO_UPLOADS,
-        *,
-        route: str = "video",
-        owner: str = "",
-        kept: UnfinishedCall | None = None,
-    ) -> Job:
-        """Check and queue a request for a video. Raises as `submit` does."""
-        rules = self._open_rules(request, is_earlier=kept is not None)
-        if not self.generator.makes_videos:
-            raise RequestError(f"this model makes images: use {self.route}", code="unsupported_model", param="model")
-        call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
-        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
-        return self._queued(source, self._calls.video, kept)
+        return self._queued(source, self._calls.video if is_video else self._calls.images, kept)
 
     def _open_rules(self, request: PipelineFields, *, is_earlier: bool) -> CallRules:
         """Return the rules. Raises RequestError. `is_earlier`: of the journal, which comes before new requests."""
