@@ -30,7 +30,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.socket_tickets import TICKET_SECONDS, accepted_protocol, protocols_of
 from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
-from patchpar.stream.web.http_page import is_own_origin, until_one_ends
+from patchpar.stream.web.http_page import until_one_ends
 
 PATH = "/v1/images"
 MAX_MESSAGE = 8 << 20
@@ -53,8 +53,7 @@ def add_image_socket(app: FastAPI, service: ImageService) -> None:
     @app.websocket(PATH)
     async def connect(socket: WebSocket) -> None:
         """Receive images, and send those that are made from them."""
-        if not is_own_origin(socket):
-            raise RequestError("a page of another site may not connect", status=403, code="foreign_origin")
+        check_origin(socket)
         await ImageSocket(socket, service, owner_of(socket)).run()
 
 
