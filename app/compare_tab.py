@@ -10,7 +10,7 @@ from .comparison import HEAD, ComparedImages, compare
 from .fields import Fields, Forms, clears_error, image_fields, result, result_pair
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start
 from .presets import Preset, preset_or_plan
 from .state import AppState
 
@@ -113,5 +113,5 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[CompareTab, l
     connect_start([start.click], tab.run, [owner, one, other, *fields.components, *forms.loras], filled, status)
     clears_error(status, HINT, [*fields.components, one, other, *forms.loras])
     exchange.click(tab.reverse, [owner, one, other], [one, other, pair, table], show_progress="hidden")
-    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    connect_cancel(cancel, state, owner)
     return tab, filled

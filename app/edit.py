@@ -33,10 +33,7 @@ class ImageEdit:
     def __post_init__(self) -> None:
         if not 0 < self.strength <= 1:
             raise PlanError(f"strength {self.strength:g}: it is a number above 0 and at most 1")
-        if int(self.generate.steps * self.strength) < 1:
-            raise PlanError(
-                f"{self.generate.steps} steps, of which strength {self.strength:g} leaves none: use more of either"
-            )
+        self.generate.check_strength(self.strength)
 
     @classmethod
     def of(cls, painted: Any, side: Any, strength: Any, **fields: Any) -> "ImageEdit":

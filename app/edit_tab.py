@@ -12,7 +12,7 @@ from .edit import MAX_SIDE, ImageEdit, edit
 from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start
 from .loras import loras_of
 from .mask_editor import mask_editor
 from .requests import MAX_STEPS, MIN_SIDE
@@ -82,7 +82,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[EditTab, list
     filled = [image, status, facts, start, cancel]
     connect_start([start.click], tab.generate, [owner, painted, *fields, *forms.loras], filled, status)
     clears_error(status, HINT, [*fields, *forms.loras])
-    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    connect_cancel(cancel, state, owner)
     return tab, filled
 
 

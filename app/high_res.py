@@ -44,10 +44,7 @@ class UpscaleRequest:
             limit = (MAX_PIXELS / (self.image.width * self.image.height)) ** 0.5
             remedy = f"use a scale of at most {int(limit * 100) / 100:g}" if limit > 1.01 else "use a smaller image"
             raise PlanError(f"it would have {width} x {height} pixels, at most {MAX_PIXELS} in all: {remedy}")
-        if int(self.generate.steps * self.strength) < 1:
-            raise PlanError(
-                f"{self.generate.steps} steps, of which strength {self.strength:g} leaves none: use more of either"
-            )
+        self.generate.check_strength(self.strength)
 
     @property
     def size(self) -> tuple[int, int]:

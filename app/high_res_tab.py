@@ -12,7 +12,7 @@ from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result,
 from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start
 from .limits import read_image
 from .loras import loras_of
 from .requests import MAX_SEED, MAX_STEPS, GenerateRequest
@@ -130,7 +130,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, lis
     connect_start([prompted.start.click], tab.generate, inputs, filled, status)
     connect_start([again.start.click], tab.upscale, [owner, *again.components, *forms.loras], filled, status)
     clears_error(status, HINT, [*prompted.components, *again.components, *forms.loras])
-    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    connect_cancel(cancel, state, owner)
     return tab, filled
 
 

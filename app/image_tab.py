@@ -17,7 +17,7 @@ from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
 from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
@@ -136,7 +136,7 @@ def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, lis
     clicked = connect_start([start.click, fields.prompt.submit], tab.generate, inputs, filled, status)
     # An event of its own: with each message of the job the browser would update the history, too.
     clicked.then(tab.history.refresh, owner, history, show_progress="hidden")
-    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    connect_cancel(cancel, state, owner)
     file.upload(tab.history.read, file, [status, *fields.components], show_progress="hidden")
     return tab, [*filled, *history]
 

@@ -52,6 +52,11 @@ def connect_start(
     return gr.on(triggers, handler, inputs, outputs, show_progress="hidden", show_progress_on=[status])
 
 
+def connect_cancel(cancel: gr.Button, state: AppState, owner: gr.State) -> None:
+    """The button cancels the page's job."""
+    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+
+
 def buttons(view: JobView | None) -> tuple[Any, Any]:
     """Updates of the start and the cancel button: exactly one is enabled."""
     is_busy = view is not None and not view.is_over

@@ -28,12 +28,13 @@ def check_size(path: str | Path) -> None:
         size = Path(path).stat().st_size
     except FileNotFoundError as error:
         raise PlanError(GONE) from error
-    _check_bytes(size)
+    check_bytes(size)
 
 
-def _check_bytes(size: int) -> None:
+def check_bytes(size: int) -> None:
+    """Raise PlanError for a file of more bytes than are taken."""
     if size > MAX_BYTES:
-        raise PlanError(f"the file has {size / 2**20:.1f} MB: at most {MAX_BYTES / 2**20:.0f} MB are taken")
+        raise PlanError(f"{FILE} has {size / 2**20:.1f} MB: at most {MAX_BYTES / 2**20:.0f} MB are taken")
 
 
 def read_image(path: str | Path | None, most_pixels: int | None = None) -> Image:
@@ -48,7 +49,7 @@ def read_image(path: str | Path | None, most_pixels: int | None = None) -> Image
 def bytes_of(url: str) -> bytes:
     """Contents of a `data:` URL, which some browsers send for camera images. Raises PlanError."""
     text = url.partition(",")[2]
-    _check_bytes(len(text) * 3 // 4)
+    check_bytes(len(text) * 3 // 4)
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:

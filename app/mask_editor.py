@@ -12,7 +12,7 @@ from PIL import Image
 from patchpar import PlanError
 from patchpar.models.image_file import check_pixels
 
-from .limits import FILE, IMAGE_FORMATS, MAX_BYTES, MAX_IMAGE_PIXELS, check_size
+from .limits import FILE, IMAGE_FORMATS, MAX_IMAGE_PIXELS, check_bytes, check_size
 
 MAX_LAYERS = 3  # of paint, of which the page's editor has one; each may be decoded to 160 MB
 MAX_WAITING = 8  # images that have been sent for runs which have not begun; the oldest makes room
@@ -82,7 +82,7 @@ def check(file: Any) -> None:
     path = getattr(file, "path", None)
     if path is not None:
         check_size(path)
-    elif len(file) > MAX_BYTES:
-        raise PlanError(f"{FILE} has {len(file) / 2**20:.1f} MB: at most {MAX_BYTES / 2**20:.0f} MB are taken")
+    else:
+        check_bytes(len(file))
     with Image.open(path or BytesIO(file), formats=IMAGE_FORMATS) as image:
         check_pixels(*image.size, FILE, MAX_IMAGE_PIXELS)

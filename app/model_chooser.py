@@ -13,7 +13,7 @@ from .defaults import defaults_of
 from .fields import Forms
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons
+from .job_tab import JobTab, buttons, connect_cancel
 from .state import PREPARE, AppState
 
 IMAGE_MODELS = tuple(name for name in EMBEDDED if name != "embedded-face")
@@ -96,7 +96,7 @@ class ModelChooser(JobTab):
         self.loaded, self._titled = gr.State(""), [title, *self._forms.components]
         filled = [self.status, self.loaded, self.start, self.cancel]
         self.fill_after(self.start.click(self.load, [owner, self.chosen], filled, show_progress="hidden"))
-        self.cancel.click(reports_errors()(self._state.job_queue.cancel), owner, None, show_progress="hidden")
+        connect_cancel(self.cancel, self._state, owner)
         page.load(self.title, None, title, show_progress="hidden")
         return filled
 

@@ -13,7 +13,7 @@ from .fields import Forms
 from .forecast import MAX_DEVICES, MAX_PROMPTS, CallToPlan, forecast, link_estimate, plan_diagram
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons
+from .job_tab import JobTab, buttons, connect_cancel
 from .machine_plans import HEAD, MACHINES, MachinePlans, plans_on
 from .requests import MAX_STEPS, as_whole, check_whole
 from .state import AppState
@@ -92,7 +92,7 @@ class MachinePanel(JobTab):
         table = gr.HTML(elem_id="machine-status")
         filled = [table, start, cancel]
         start.click(self.forecast, [owner, machine, steps, *fields], filled, show_progress="hidden")
-        cancel.click(reports_errors()(self._state.job_queue.cancel), owner, None, show_progress="hidden")
+        connect_cancel(cancel, self._state, owner)
         return filled
 
 

@@ -54,6 +54,11 @@ class GenerateRequest:
         whole = {name: as_whole(fields[name]) for name in WHOLE if name in fields}
         return cls(**{**fields, **whole})
 
+    def check_strength(self, strength: float) -> None:
+        """Raise PlanError for a strength, as of diffusers' image-to-image pipelines, that leaves no step."""
+        if int(self.steps * strength) < 1:
+            raise PlanError(f"{self.steps} steps, of which strength {strength:g} leaves none: use more of either")
+
     def arguments(self, known: Any) -> dict[str, Any]:
         """Arguments of the pipeline's call. `known`: names of the arguments that it takes.
 

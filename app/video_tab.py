@@ -10,7 +10,7 @@ from . import html
 from .fields import GUIDANCE, clears_error, seed_field
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start
 from .presets import Preset, preset_or_plan
 from .state import AppState
 from .video_generation import VideoJobRequest, VideoJobResult, generate_video
@@ -87,7 +87,7 @@ def build(state: AppState, owner: gr.State) -> tuple[VideoTab, list[Any]]:
     filled = [video, status, facts, start, cancel]
     connect_start([start.click], tab.generate, [owner, plan, *fields], filled, status)
     clears_error(status, HINT, [plan, *fields])
-    cancel.click(reports_errors()(state.job_queue.cancel), owner, None, show_progress="hidden")
+    connect_cancel(cancel, state, owner)
     return tab, filled
 
 

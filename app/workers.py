@@ -83,16 +83,12 @@ class AppWorkers:
     def __init__(self, setup: AppConfig, shared: Callable[[], ParallelPipeline] | None = None) -> None:
         self.setup, self._shared = setup, shared
         self._open: dict[str, OpenPipeline] = {}
-        self._model: PipelineInfo | None = None
-
-    @property
-    def model(self) -> PipelineInfo | None:
+        self.model: PipelineInfo | None = None
         """The text-to-image model; None before it is loaded."""
-        return self._model
 
     def loaded_model(self) -> PipelineInfo:
         """The same, loaded if necessary."""
-        return self._model or self.image_pipeline().description
+        return self.model or self.image_pipeline().description
 
     @property
     def may_change(self) -> bool:
@@ -124,15 +120,15 @@ class AppWorkers:
 
         Raises what `load` raises; the first one then comes back at its next use.
         """
-        before, known = self.setup, self._model
+        before, known = self.setup, self.model
         self.close()
         gc.collect()
-        self.setup, self._model = setup, None
+        self.setup, self.model = setup, None
         try:
             load()
         except BaseException:
             self.close()
-            self.setup, self._model = before, known
+            self.setup, self.model = before, known
             raise
 
     @property
@@ -148,10 +144,10 @@ class AppWorkers:
     def image_pipeline(self, preset: Preset | None = None) -> ParallelPipeline:
         """The text-to-image pipeline, with the preset applied. Raises PlanError."""
         if self._shared is None:
-            pipe: ParallelPipeline = self._opened(IMAGES, self._open_images, self.setup)
+            pipe: ParallelPipeline = self._opened(IMAGES, partial(_opened_checked, self.setup, TASK), self.setup)
         else:
             pipe = self._shared()
-        self._model = pipe.description
+        self.model = pipe.description
         if preset is not None:
             set_preset(pipe, preset, self.count)
         return pipe
@@ -159,21 +155,22 @@ class AppWorkers:
     def image_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
         """The image stream pipeline, text-to-image or image-to-image. Raises PlanError."""
         name = f"stream of images from {'images' if takes_image else 'prompts'}"
-        return self._opened(name, lambda: self._open_image_stream(takes_image), self.setup)
+        opened = {"takes_image": takes_image, **self.setup.options, **self.setup.opening}
+        opening = partial(ImageStreamingPipeline.from_pretrained, self.setup.model, **opened)
+        return self._opened(name, opening, self.setup)
 
     def upscaler(self) -> ParallelPipeline:
         """The image-to-image pipeline. Raises PlanError where the model's family has none."""
-        return self._opened("enlarging", self._open_upscaler, self.setup)
+        return self._opened("enlarging", partial(_opened_parallel, self.setup, task="image-to-image"), self.setup)
 
     def inpainter(self) -> ParallelPipeline:
         """The inpainting pipeline. Raises PlanError where the model's family has none."""
-        return self._opened("inpainting", lambda: self._open_parallel(task="inpainting"), self.setup)
+        return self._opened("inpainting", partial(_opened_parallel, self.setup, task="inpainting"), self.setup)
 
     def video_pipeline(self, model: str, preset: Preset) -> ParallelPipeline:
         """The pipeline of a model that generates videos, with the preset applied. Raises PlanError."""
         setup = self.video_setup(model)
-        opening = partial(self._open_checked, setup, VIDEOS)
-        pipe: ParallelPipeline = self._opened(f"videos of {model}", opening, setup)
+        pipe: ParallelPipeline = self._opened(f"videos of {model}", partial(_opened_checked, setup, VIDEOS), setup)
         set_preset(pipe, preset, self.count)
         return pipe
 
@@ -198,29 +195,6 @@ class AppWorkers:
             self._open[name] = OpenPipeline(opening(), 0 if setup is None else setup.host_bytes)
         return self._open[name].pipe
 
-    def _open_images(self) -> ParallelPipeline:
-        return self._open_checked(self.setup, TASK)
-
-    def _open_checked(self, setup: AppConfig, task: RequestedTask) -> ParallelPipeline:
-        pipe = _opened_parallel(setup)
-        try:
-            task.check(purpose_of(pipe.description.pipeline))  # a model of the hub is known only after loading
-        except PlanError:
-            pipe.close()
-            raise
-        return pipe
-
-    def _open_upscaler(self) -> ParallelPipeline:
-        return self._open_parallel(task="image-to-image")
-
-    def _open_parallel(self, **options: Any) -> ParallelPipeline:
-        return _opened_parallel(self.setup, **options)
-
-    def _open_image_stream(self, takes_image: bool) -> ImageStreamingPipeline:
-        setup = self.setup
-        opened = {"takes_image": takes_image, **setup.options}
-        return ImageStreamingPipeline.from_pretrained(setup.model, **setup.opening, **opened)
-
     def _open_face(self) -> StreamingPipeline:
         if self.setup.face is None:
             raise PlanError("no talking-face model is loaded: start the app with --face FOLDER")
@@ -230,6 +204,16 @@ class AppWorkers:
 def _opened_parallel(setup: AppConfig, **options: Any) -> ParallelPipeline:
     pipe = ParallelPipeline.from_pretrained(setup.model, **setup.opening, **{**setup.options, **options})
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _opened_checked(setup: AppConfig, task: RequestedTask) -> ParallelPipeline:
+    pipe = _opened_parallel(setup)
+    try:
+        task.check(purpose_of(pipe.description.pipeline))  # a model of the hub is known only after loading
+    except PlanError:
+        pipe.close()
+        raise
     return pipe
 
 

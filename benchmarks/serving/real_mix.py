@@ -135,7 +135,7 @@ class RealMix:
 
     def _made(self, service: ImageService, body: dict[str, Any]) -> float:
         start = time.perf_counter()
-        service.submit(parse_request(json.dumps(body).encode())).job.outcome.result(SECONDS)
+        service.submit(parse_request(json.dumps(body).encode())).outcome.result(SECONDS)
         return time.perf_counter() - start
 
     def _service(self, policy: str) -> ImageService:

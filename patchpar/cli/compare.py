@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.flag_values import refuse_torchrun
 from patchpar.cli.flags import HostFlags, ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.output_files import check_apart, check_writable, names_for, save, with_word
@@ -119,14 +120,6 @@ def _report_several(
     typer.echo("sent: per step, by the rank that sends most")
     for path in every:
         typer.echo(f"saved {path}")
-
-
-def refuse_torchrun(verb: str) -> None:
-    """Raise PlanError under torchrun, whose processes cannot run one process beside a plan's."""
-    from patchpar.launch.torchrun import torchrun_world
-
-    if torchrun_world() is not None:
-        raise PlanError(f"{verb} runs one process beside the plan's, which torchrun cannot: start it without torchrun")
 
 
 def _all_runs(request: CompareFlags, requested_task: RequestedTask) -> tuple[list[ComparedRun], ComparedRun]:

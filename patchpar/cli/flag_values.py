@@ -34,6 +34,15 @@ def refuse_torchrun(verb: str) -> None:
         raise PlanError(f"{verb} starts its own workers: start it without torchrun")
 
 
+def check_positive(flags: object, *names: str) -> None:
+    """Raise PlanError for one of these counts and sizes, or lists of them, that is given and below 1."""
+    for name in names:
+        value = getattr(flags, name)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and each < 1:
+                raise PlanError(f"--{name.replace('_', '-')} {each}: it must be at least 1")
+
+
 def check_deadline(seconds: float) -> None:
     """Raise PlanError unless `--deadline` is finite and above 0."""
     if not 0 < seconds < float("inf"):

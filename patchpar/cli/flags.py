@@ -10,11 +10,11 @@ from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from patchpar.cli.flag_values import check_deadline, check_guidance, check_seed
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_positive, check_seed
 from patchpar.cli.folded_help import HELP_ALL, HelpAll, is_folded, more
 from patchpar.cli.input_images import InputImages
 from patchpar.cli.output_files import check_can_write
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from patchpar import Plan
     from patchpar.models.task import RequestedTask
 
-F = TypeVar("F")
 
 Json = Annotated[bool, more("Print one JSON object, nothing else.", "--json")]
 Debug = Annotated[bool, more("Show the traceback of an error.", "--debug")]
@@ -77,10 +76,7 @@ class ModelFlags:
 
         And for a guidance scale that is not finite, and a scheduler that diffusers does not have.
         """
-        for name in ("steps", *names):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        check_positive(self, "steps", *names)
         check_guidance(self.guidance_scale)
         check_deadline(self.deadline)
         if self.trace is not None:
@@ -240,8 +236,9 @@ def _count(devices: str) -> int:
     return torchrun_world() or len(resolve_devices(devices).names)
 
 
-def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
-    """Return the command for typer, with one parameter for each field of its dataclass."""
+def takes(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Return the command for typer, with one parameter for each field of the dataclass that is its `request`."""
+    flags: Any = get_type_hints(command)["request"]
     hints = get_type_hints(flags, include_extras=True)
     folded = is_folded(hints)
 
@@ -258,7 +255,7 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
             default=Parameter.empty if field.default is MISSING else field.default,
             annotation=hints[field.name],
         )
-        for field in fields(flags)  # type: ignore[arg-type]
+        for field in fields(flags)
     ]
     if folded:
         hints[HELP_ALL] = HelpAll

@@ -20,6 +20,7 @@ from patchpar.cli.flags import (
     Format,
     SecretFile,
     TrustedNetwork,
+    Variant,
     given,
     plan_of,
     trust_between_hosts,
@@ -62,7 +63,7 @@ class ServeFlags:
     quality: Annotated[str | None, more("Steps by the field quality of requests: low=8,high=30.")] = None
     task: Annotated[str | None, more("image-to-image: edits by a text-to-image model.")] = None
     lora: Annotated[list[str] | None, more("NAME=PATH[:scale], a LoRA that requests may select; repeatable.")] = None
-    variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
+    variant: Variant = None
     host: Annotated[str, typer.Option(help="Address; others than this machine's need keys.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="Port; 0: any free port.")] = 8000
     api_key_file: Annotated[Path | None, typer.Option(help="File with an API key on each line.")] = None

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flag_values import check_guidance
+from patchpar.cli.flag_values import check_guidance, check_positive
 from patchpar.cli.flags import Debug, Format, Json, given, read_plan
 from patchpar.cli.output_files import check_can_write, full_disk_named
-from patchpar.errors import PlanError
 from patchpar.plan.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
@@ -43,10 +42,7 @@ class SimulatedCallFlags:
     def check(self) -> None:
         """Raise PlanError for a count below 1, and a guidance scale that is not finite."""
         check_guidance(self.guidance_scale)
-        for name in ("height", "width", "num_frames", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        check_positive(self, "height", "width", "num_frames", "steps")
 
     def simulator(self) -> Simulator:
         """Return what simulates the call. Raises PlanError."""

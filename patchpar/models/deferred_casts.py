@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from patchpar.launch.file_pages import FilePages
+from patchpar.models.dry_run.result_form import tensors_of
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.weights.packed import HOST, copy_memory, memory_of
 
@@ -125,19 +126,10 @@ class _CastMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        self._into.make_for(_tensors_in((*args, *kwargs.values())), written=func._schema.is_mutable)
+        self._into.make_for(tensors_of((*args, *kwargs.values())), written=func._schema.is_mutable)
         if func is torch.ops.aten._to_copy.default and _is_large_cast(args[0], kwargs):
             return self._into.defer(args[0], kwargs["dtype"])
         return func(*args, **kwargs)
-
-
-def _tensors_in(arguments: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the tensors, of any shape, among arguments of an operator, which nests them in lists at most."""
-    for each in arguments:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from (x for x in each if isinstance(x, Tensor))
 
 
 def _is_large_cast(x: Tensor, kwargs: dict[str, Any]) -> bool:

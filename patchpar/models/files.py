@@ -126,7 +126,7 @@ def inspect_folder(path: Path, variant: str | None = None, *, unread: Collection
     """Return a local model folder after checking it, but for the weights of components `unread`. Raises PlanError."""
     index = ModelIndex.read(path)
     read = [part.name for part in index.parts if part.name not in unread]
-    sizes = [_checked_sizes(file) for name in read for file in _weights(path / name, variant)]
+    sizes = [_tensors_of(file)[:2] for name in read for file in _weights(path / name, variant)]
     return ModelFolder(
         path=path,
         pipeline=index.pipeline if isinstance(index.pipeline, str) else ".".join(index.pipeline),
@@ -209,14 +209,11 @@ def floating_dtypes(path: Path, variant: str | None = None) -> frozenset[str]:
     return frozenset(FLOATING[each["dtype"]] for each in tensors if each.get("dtype") in FLOATING)
 
 
-def _checked_sizes(file: Path) -> tuple[int, int]:
-    """Return (bytes, number of weights) of a safetensors file. Raises PlanError if it is incomplete."""
-    size, count, _ = _tensors_of(file)
-    return size, count
-
-
 def _tensors_of(file: Path) -> tuple[int, int, list[Any]]:
-    """Return bytes, the number of weights, and what the header has of each tensor. Raises PlanError."""
+    """Return bytes, the number of weights, and what the header has of each tensor.
+
+    Raises PlanError for a safetensors file that is incomplete.
+    """
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

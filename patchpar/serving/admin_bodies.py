@@ -1,13 +1,13 @@
 """The bodies of requests of administrators: a LoRA to register, and a rank to start again."""
 
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from patchpar.errors import PlanError
 from patchpar.serving.lora_registry import RegisteredLora
-from patchpar.serving.pipeline_fields import STRICT
+from patchpar.serving.pipeline_fields import STRICT, from_json
 from patchpar.serving.request_error import RequestError
 
 MAX_DIGITS = 9
@@ -31,12 +31,9 @@ class RankBody(BaseModel):
     rank: Annotated[int, Field(ge=0)]
 
 
-B = TypeVar("B", bound=BaseModel)
-
-
 def parse_rank(body: bytes) -> int:
     """Return the rank of a JSON body. Raises RequestError that names the first wrong field."""
-    return _parsed(RankBody, body).rank
+    return from_json(RankBody, body).rank
 
 
 def rank_of(text: str) -> int:
@@ -46,18 +43,9 @@ def rank_of(text: str) -> int:
     return int(text)
 
 
-def _parsed(kind: type[B], body: bytes) -> B:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"]))[:64] or None
-        raise RequestError(f"{name or 'the body'}: {first['msg']}", param=name) from None
-
-
 def parse_lora(body: bytes) -> RegisteredLora:
     """Return the LoRA of a JSON body. Raises RequestError that names the first wrong field."""
-    found = _parsed(LoraBody, body)
+    found = from_json(LoraBody, body)
     if not _exists(found.path):
         raise RequestError(f"path {found.path[:200]!r}: there is no such file or folder here", param="path")
     try:

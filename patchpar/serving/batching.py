@@ -6,7 +6,7 @@ An image of a batch equals the one made alone to rounding, which a server checks
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from patchpar.serving.generated import FinishedCall, GeneratedImages, generated
+from patchpar.serving.generated import FinishedCall, GeneratedImages
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.partial_images import CompletedImage
 
@@ -54,19 +54,8 @@ def batch_results(made: FinishedCall, images: Sequence[Any], tokens: Sequence[in
     found = []
     for number, (image, count) in enumerate(zip(images, tokens, strict=True)):
         done = CompletedImage(image_index=0, image=image, figures=made.figures, reason=made.reason, prompt_tokens=count)
-        found.append(generated([done], [] if number else [made.run]))
+        found.append(GeneratedImages((done,), () if number else (made.run,)))
     return found
-
-
-def completed(images: GeneratedImages) -> CompletedImage:
-    """Return the event of the only image of a request."""
-    return CompletedImage(
-        image_index=0,
-        image=images.images[0],
-        figures=images.figures[0],
-        reason=images.reason,
-        prompt_tokens=images.prompt_tokens,
-    )
 
 
 def error_of_batch(

@@ -1,6 +1,5 @@
 """What calls of the pipeline make."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +8,25 @@ from patchpar.pipeline.report import Run
 from patchpar.serving.partial_images import CompletedImage, ImageFigures
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GeneratedImages:
-    """PIL images, the figures of each image's call, and the reason for the plan. `prompt_tokens`: of the prompt.
+    """The finished images of a request, in order.
 
     `runs`: statistics of the calls of this process, which are not all where a request began in another one.
     """
 
-    images: tuple[Any, ...]
+    completed: tuple[CompletedImage, ...]
     runs: tuple[Run, ...]
-    figures: tuple[ImageFigures, ...]
-    reason: str
-    prompt_tokens: int
+
+    @property
+    def images(self) -> tuple[Any, ...]:
+        """The PIL images."""
+        return tuple(each.image for each in self.completed)
+
+    @property
+    def figures(self) -> tuple[ImageFigures, ...]:
+        """Of the call of each image."""
+        return tuple(each.figures for each in self.completed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +55,6 @@ class FinishedCall:
     def figures(self) -> ImageFigures:
         """What clients are told of it."""
         return ImageFigures.of(self.run, self.retries)
-
-
-def generated(done: Sequence[CompletedImage], runs: Sequence[Run]) -> GeneratedImages:
-    """Return what a request gets of its finished images. `runs`: the calls of this process."""
-    return GeneratedImages(
-        images=tuple(each.image for each in done),
-        runs=tuple(runs),
-        figures=tuple(each.figures for each in done),
-        reason=done[-1].reason,
-        prompt_tokens=done[-1].prompt_tokens,
-    )
 
 
 def image_of(output: Any) -> Any:

@@ -23,7 +23,7 @@ from patchpar.pipeline.job import PipelineJob
 from patchpar.pipeline.pipeline import ParallelPipeline
 from patchpar.plan.plan import Plan
 from patchpar.serving.batching import BOUND, batch_arguments, batch_results, error_of_batch, seeded
-from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, generated, image_of
+from patchpar.serving.generated import FinishedCall, GeneratedImages, GeneratedVideo, image_of
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.latent_preview import ColourMap
@@ -32,7 +32,6 @@ from patchpar.serving.partial_images import CompletedImage, PartialImages
 from patchpar.serving.prompt_tokens import PromptTokens
 from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
-from patchpar.serving.ranks_in_service import check_in_service
 from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
 from patchpar.serving.unfinished_call import UnfinishedCall, ask_to_suspend
@@ -51,7 +50,7 @@ class ImageGenerator:
     def __init__(self, served: ServedModel) -> None:
         self.served = served
         self.pings = RankPings(self._ping, len(served.devices))
-        self.ranks = RankPool(len(served.devices), self._slow_ranks, self.pings)
+        self.ranks = RankPool(len(served.devices), self.pings, self._slow_ranks)
         self.task: PipelineTask | None = None
         self.scheduler: Any = None
         self.loras = LoraRegistry()
@@ -206,7 +205,7 @@ class ImageGenerator:
                     )
                 )
                 job.send(kept.done[-1])
-        return generated(kept.done, kept.runs)
+        return GeneratedImages(tuple(kept.done), tuple(kept.runs))
 
     def generate_batch(self, job: Job, calls: Sequence[ImageCall]) -> list[GeneratedImages]:
         """Return the one image of each of several calls that are alike, made together. Raises as `generate` does."""
@@ -251,7 +250,7 @@ class ImageGenerator:
         """Return the number of ranks of a job: of its plan, or what the queue has given it. Raises RequestError."""
         if not isinstance(plan, Plan):
             return job.takes
-        check_in_service(plan, self.ranks.in_service)
+        self.ranks.check(plan)
         return plan.world_size
 
     def _submit(

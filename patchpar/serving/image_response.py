@@ -5,37 +5,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from patchpar.serving.generated import GeneratedImages
-from patchpar.serving.image_call import ImageCall
 from patchpar.serving.image_encoding import encode_image, image_bytes
 from patchpar.serving.image_files import ImageFiles
 from patchpar.serving.image_request import GenerationRequest
+from patchpar.serving.job import Job
 from patchpar.serving.partial_images import CompletedImage, ImageFigures, PartialImage
 
 LATENT = 8
 """Side in pixels of what `output_tokens` counts."""
 
 
-def response_of(
-    request: GenerationRequest, call: ImageCall, done: GeneratedImages, queued_seconds: float, files: ImageFiles
-) -> dict[str, Any]:
-    """Return the JSON of a response. Encodes the images, which takes a good part of a second for large ones.
+def response_of(job: Job, done: GeneratedImages, files: ImageFiles) -> dict[str, Any]:
+    """Return the JSON of the response to a job. Encodes the images: a good part of a second for large ones.
 
     `files`: where images are kept that the response links to, by paths on this server.
     """
-    data = [_encoded(request, each, files) for each in done.images]
+    request = job.source.request
+    data, last = [_encoded(request, each, files) for each in done.images], done.completed[-1]
     return {
         "created": int(time.time()),
         "data": data,
-        **_described(request, done.images[0]),
-        "usage": _usage(done.prompt_tokens, len(data) * _output_tokens(done.images[0])),
-        "patchpar": _figures(call.seed, done.figures, done.reason, queued_seconds),
+        **_described(request, last.image),
+        "usage": _usage(last.prompt_tokens, len(data) * _output_tokens(last.image)),
+        "patchpar": _figures(job, 0, done.figures, last.reason),
     }
 
 
-def event_fields(
-    request: GenerationRequest, call: ImageCall, event: PartialImage | CompletedImage, kind: str, queued_seconds: float
-) -> dict[str, Any]:
-    """Return the fields of an event of a stream. `kind`: the first part of its type. Encodes its image."""
+def event_fields(job: Job, event: PartialImage | CompletedImage) -> dict[str, Any]:
+    """Return the fields of an event of a job. Encodes its image."""
+    request: GenerationRequest = job.source.request
+    kind = f"image_{job.source.route}"
     output_format = request.output_format or "png"
     fields = {
         "b64_json": encode_image(event.image, output_format, request.output_compression),
@@ -49,7 +48,7 @@ def event_fields(
         "type": f"{kind}.completed",
         **fields,
         "usage": _usage(event.prompt_tokens, _output_tokens(event.image)),
-        "patchpar": _figures(call.seeds[event.image_index], (event.figures,), event.reason, queued_seconds),
+        "patchpar": _figures(job, event.image_index, (event.figures,), event.reason),
     }
 
 
@@ -69,14 +68,15 @@ def _described(request: GenerationRequest, image: Any) -> dict[str, str]:
     }
 
 
-def _figures(seed: int, calls: Sequence[ImageFigures], reason: str, queued_seconds: float) -> dict[str, Any]:
+def _figures(job: Job, first: int, calls: Sequence[ImageFigures], reason: str) -> dict[str, Any]:
+    """Return what is told of the calls of images from number `first` on."""
     return {
-        "seed": seed,
+        "seed": job.source.call.seeds[first],
         "plan": calls[0].plan,
         "reason": reason,
         "ranks": calls[0].ranks,
         "seconds": round(sum(call.seconds for call in calls), 4),
-        "queued_seconds": round(queued_seconds, 4),
+        "queued_seconds": round(job.queued_seconds, 4),
         "steps": sum(call.steps for call in calls),
         "recovered": sum(call.recovered for call in calls),
     }

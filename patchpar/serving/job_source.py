@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job, Journaled
-from patchpar.serving.kept_jobs import KeptJob, KeptJobs, new_id
+from patchpar.serving.kept_jobs import KeptJob, KeptJobs, kind_of, new_id
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_journal import JournaledRequest, RequestJournal
 from patchpar.serving.unfinished_call import UnfinishedCall
@@ -16,17 +16,9 @@ from patchpar.serving.uploaded_image import Uploads
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedImages:
-    """A request in the queue."""
-
-    call: ImageCall
-    job: Job
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """What a job was made of. `route`: see `JournaledRequest`. `owner`: who may see it.
+    """What a job was made of. `route`: see `JournalEntry`. `owner`: who may see it.
 
     `is_lasting`: whether the next server goes on with it.
     """
@@ -42,7 +34,7 @@ class JobSource:
 def journaled(job: Job, source: JobSource, kept: KeptJob | None, model: str) -> JournaledRequest:
     """Return what the journal has of a job. `kept`: None for one whose client waits for it, which becomes one."""
     return JournaledRequest(
-        id=new_id("video" if source.route == "video" else "job") if kept is None else kept.id,
+        id=new_id(kind_of(source.route)) if kept is None else kept.id,
         model=model,
         route=source.route,
         request=source.request.model_dump(mode="json", exclude_none=True),

@@ -8,10 +8,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from patchpar.errors import PlanError
+from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Cancelled, Job, Journaled
 from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.partial_images import CompletedImage
@@ -26,34 +27,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptWork:
-    """What a kept job is for. `owner`: who may see it. `finish`: makes of the job's result what is kept of it.
+    """What a kept job is for. `route`: "generation", "edit" or "video". `owner`: who may see it.
 
-    `route`: "generation", "edit" or "video".
-
-    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
-
-    `drop`: frees what is kept. `size`: returns its bytes. `images`: how many images the job makes, for its progress.
+    `finish`: makes of the job's result what is kept of it. `drop`: frees what is kept. `size`: returns its bytes.
     `ended`: called at its end.
+    `is_awaited`: whoever waits for it takes its result, and deletes it; until then it is kept whatever the limits say.
     """
 
-    kind: Kind
+    route: str
     owner: str
     request: Any
-    call: Any
-    finish: Callable[[str, Any], Any]
-    drop: Callable[[Any], object] = lambda _: None
+    finish: Callable[["KeptJob", Any], Any]
+    drop: Callable[["KeptJob", Any], object] = lambda *_: None
     size: Callable[[Any], int] = lambda _: 0
-    images: int = 1
-    route: str = "generation"
     ended: Callable[["KeptJob"], object] = lambda _: None
     is_awaited: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """See `kind_of`."""
+        return kind_of(self.route)
 
 
 class KeptJob:
     """A job and, once it has ended, its result or the exception that it ended with. Times are Unix times in seconds."""
 
-    def __init__(self, work: KeptWork, job: Job, *, name: str = "", created_at: int | None = None) -> None:
+    def __init__(
+        self, work: KeptWork, job: Job, call: ImageCall, *, name: str = "", created_at: int | None = None
+    ) -> None:
         self.work, self.job = work, job
+        self.call = call
+        """Of its request; once it has ended without arguments, which have its uploads."""
         self.id = name or new_id(work.kind)
         self.created_at = int(time.time()) if created_at is None else created_at
         self.key, self.digest = "", b""
@@ -64,18 +68,14 @@ class KeptJob:
         """Of its result."""
         self.error: Exception | None = None
         self._end: Status | None = None
-        self.ended = threading.Event()
+        self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # so that nobody who waits for it can end it
 
-    @classmethod
-    def finished(
-        cls, work: KeptWork, result: Any, *, name: str, created_at: int, completed_at: int, steps: int
-    ) -> "KeptJob":
-        """Return a job that an earlier server has finished."""
-        kept = cls(work, _ended_job(steps, steps), name=name, created_at=created_at)
-        kept.result, kept.completed_at, kept._end = result, completed_at, "completed"
-        kept.bytes = work.size(result)
-        kept.ended.set()
-        return kept
+    def complete(self, result: Any, completed_at: int) -> None:
+        """Take the result that an earlier server has made."""
+        self.result, self.bytes = result, self.work.size(result)
+        self.completed_at, self._end = completed_at, "completed"
+        self.ended.set_result(None)
 
     @property
     def status(self) -> Status:
@@ -95,18 +95,18 @@ class KeptJob:
         if view.state == "done":
             return 95
         made = sum(isinstance(event, CompletedImage) for event in self.job.events())
-        part = view.step / view.steps if view.steps and made < self.work.images else 0.0
-        return 2 + round(88 * min(1.0, (made + part) / self.work.images))
+        part = view.step / view.steps if view.steps and made < self.call.count else 0.0
+        return 2 + round(88 * min(1.0, (made + part) / self.call.count))
 
     def finish(self, outcome: "Future[Any]") -> None:
         """Take the outcome of its job, and free the job's own copy of the result."""
         try:
-            self.result = self.work.finish(self.id, outcome.result())
+            self.result = self.work.finish(self, outcome.result())
             self.bytes = self.work.size(self.result)
             end: Status = "completed"
         except Journaled as error:  # the next server goes on with it, under the same ID
             self.error = error
-            self.ended.set()
+            self.ended.set_result(None)
             return
         except Cancelled as error:
             self.error, end = error, "cancelled"
@@ -115,16 +115,23 @@ class KeptJob:
             if not is_public:
                 log.exception("%s failed", self.id)
             self.error, end = error.with_traceback(None), "failed"
-        ended = _ended_job(self.job.view.step, self.job.view.steps)  # without result and events of the other one
+        ended = ended_job(self.job.view.step, self.job.view.steps)  # without what the other one has
         self.completed_at, self._end, self.job = int(time.time()), end, ended
-        self.ended.set()
+        self.call = replace(self.call, arguments={})
+        self.ended.set_result(None)
 
 
-def _ended_job(step: int, steps: int) -> Job:
+def ended_job(step: int, steps: int) -> Job:
+    """Return a job that has ended at this step and has nothing else."""
     ended = Job(lambda _: None)
     ended.show(step=step, steps=steps)
     ended.run()
     return ended
+
+
+def kind_of(route: str) -> Kind:
+    """Return the kind of a job by the route of its request."""
+    return "video" if route == "video" else "job"
 
 
 def new_id(kind: Kind) -> str:
@@ -166,7 +173,8 @@ class KeptJobs:
             known = self._of_key(work.owner, key, digest)
             if known is not None:
                 return known
-            kept = KeptJob(work, submit(), name=name, created_at=created_at)
+            job = submit()
+            kept = KeptJob(work, job, job.source.call, name=name, created_at=created_at)
             kept.key, kept.digest = key, digest
             self.restore(kept)
         kept.job.outcome.add_done_callback(lambda outcome: self._finish(kept, outcome))
@@ -234,7 +242,7 @@ class KeptJobs:
         with self._lock:
             self._jobs.pop(kept.id, None)
         kept.job.cancel()
-        if kept.ended.is_set():
+        if kept.ended.done():
             self._drop(kept)
 
     def close(self) -> list[KeptJob]:
@@ -260,13 +268,13 @@ class KeptJobs:
     def _drop(self, kept: KeptJob) -> None:
         result, kept.result = kept.result, None
         if result is not None:
-            kept.work.drop(result)
+            kept.work.drop(kept, result)
 
     def _sweep(self) -> None:
         """Drop jobs that have expired, and beyond the limits the oldest ones of who has most. Needs the lock."""
         now = time.time()
         late, ended = list[KeptJob](), defaultdict[str, deque[KeptJob]](deque)
-        for each in (each for each in self._jobs.values() if each.ended.is_set() and not each.work.is_awaited):
+        for each in (each for each in self._jobs.values() if each.ended.done() and not each.work.is_awaited):
             if (self.expires_at(each) or now) < now:
                 late.append(each)
             else:

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 from patchpar.serving.finished_results import FinishedResult, saved_results
-from patchpar.serving.image_call import NO_UPLOADS
+from patchpar.serving.generated import GeneratedVideo
+from patchpar.serving.image_call import NO_UPLOADS, ImageCall
 from patchpar.serving.image_request import EditRequest, GenerationRequest
 from patchpar.serving.image_response import response_of
-from patchpar.serving.job import Journaled
-from patchpar.serving.job_source import QueuedImages
-from patchpar.serving.kept_jobs import KeptJob, KeptWork
+from patchpar.serving.job import Job, Journaled
+from patchpar.serving.kept_jobs import KeptJob, KeptWork, ended_job
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.request_journal import JournaledRequest
@@ -29,21 +29,6 @@ REQUESTS: dict[str, type[PipelineFields]] = {
 }
 """By route."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierCall:
-    """What is kept of a call that has ended. `size`: unknown of one of an earlier server, whose result has one."""
-
-    seed: int
-    size: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class EarlierRequest:
-    """A request that has ended, also in an earlier server."""
-
-    call: EarlierCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +50,17 @@ class LaterRequest:
 
 def keep(service: ImageService, later: LaterRequest) -> KeptJob:
     """Queue a request, and keep what comes of it. Raises RequestError."""
-    calls: list[QueuedImages] = []
-    is_video = later.route == "video"
 
-    def submit() -> Any:
-        begin = service.submit_video if is_video else service.submit
+    def submit() -> Job:
         kept = None if later.entry is None else later.entry.kept
-        calls.append(begin(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept))
-        return calls[0].job
+        return service.submit(later.wanted, later.uploads, route=later.route, owner=later.owner, kept=kept)
 
     work = KeptWork(
-        kind="video" if is_video else "job",
         owner=later.owner,
         request=later.wanted,
-        call=calls,
-        finish=partial(_stored if is_video else _response, service, later.wanted, calls),
-        drop=StoredVideo.delete if is_video else partial(_delete_files, service),
+        finish=partial(_result, service),
+        drop=partial(_dropped, service),
         size=_bytes_of,
-        images=getattr(later.wanted, "n", None) or 1,
         route=later.route,
         ended=partial(_ended, service),
         is_awaited=later.is_awaited,
@@ -133,20 +111,18 @@ def _finished(service: ImageService, found: FinishedResult) -> KeptJob:
     """Return the job of a result. Raises OSError, KeyError, TypeError and ValueError."""
     result: Any = found.result
     if found.route == "video":
-        assert found.folder is not None, "it was read"
         result = service.videos.adopt(found.id, found.folder, found.result)
     work = KeptWork(
-        kind="video" if found.route == "video" else "job",
         owner=found.owner,
         request=REQUESTS[found.route].model_validate_json(json.dumps(found.request)),
-        call=[EarlierRequest(EarlierCall(found.seed))],
         finish=lambda _, done: done,
-        drop=partial(_dropped, service, found.id),
+        drop=partial(_dropped, service),
         size=_bytes_of,
         route=found.route,
     )
-    times = {"created_at": found.created_at, "completed_at": found.completed_at}
-    kept = KeptJob.finished(work, result, name=found.id, steps=found.steps, **times)
+    call = ImageCall(arguments={}, seed=found.seed, count=1, size=(0, 0))  # its result has the size
+    kept = KeptJob(work, ended_job(found.steps, found.steps), call, name=found.id, created_at=found.created_at)
+    kept.complete(result, found.completed_at)
     kept.key, kept.digest = found.key, bytes.fromhex(found.digest)
     return kept
 
@@ -158,32 +134,25 @@ def _bytes_of(result: Any) -> int:
     return sum(len(each.get("b64_json", "")) for each in result["data"])
 
 
-def _dropped(service: ImageService, name: str, result: Any) -> None:
+def _dropped(service: ImageService, kept: KeptJob, result: Any) -> None:
+    """Delete the files of a result, also those that an earlier server has left in the journal."""
     if isinstance(result, StoredVideo):
         result.delete()
     else:
-        _delete_files(service, result)
-    if service.journal is not None:
-        service.journal.remove(name)
-
-
-def _response(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, done: Any) -> dict[str, Any]:
-    return response_of(wanted, calls[0].call, done, calls[0].job.queued_seconds, service.files)
-
-
-def _delete_files(service: ImageService, response: dict[str, Any]) -> None:
-    for each in response["data"]:
-        if "url" in each:
+        for each in (each for each in result["data"] if "url" in each):
             service.files.delete(each["url"])
+    if service.journal is not None:
+        service.journal.remove(kept.id)
 
 
-def _stored(service: ImageService, wanted: Any, calls: list[QueuedImages], name: str, video: Any) -> StoredVideo:
-    return service.videos.store(name, video, frame_rate_of(wanted, service.generator.description))
+def _result(service: ImageService, kept: KeptJob, made: Any) -> Any:
+    """Return what is kept of what a job has made: a StoredVideo, or the JSON of a response."""
+    if isinstance(made, GeneratedVideo):
+        return service.videos.store(kept.id, made, frame_rate_of(kept.work.request, service.generator.description))
+    return response_of(kept.job, made, service.files)
 
 
 def _ended(service: ImageService, kept: KeptJob) -> None:
-    """Keep nothing of a job but its result: neither the images or frames of which that was made, nor uploads."""
-    queued: QueuedImages = kept.work.call[0]
-    kept.work.call[0] = EarlierRequest(EarlierCall(queued.call.seed, queued.call.size))
+    """Keep nothing of a job in the journal, unless the next server goes on with it."""
     if service.journal is not None and not isinstance(kept.error, Journaled):
         service.journal.remove(kept.id)

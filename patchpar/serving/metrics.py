@@ -55,10 +55,10 @@ class ServerMetrics:
         self._devices = Histogram(
             "patchpar_request_devices", "Devices that worked on an image or video.", buckets=SIZES, registry=registry
         )
-        self._batches = Histogram(
+        self.batches = Histogram(
             "patchpar_batch_size", "Requests that were made in one call.", buckets=SIZES, registry=registry
         )
-        self._missed = Counter(
+        self.missed_deadlines = Counter(
             "patchpar_deadlines_missed_total", "Requests whose deadline passed while they waited.", registry=registry
         )
         self._bytes = Counter(
@@ -71,17 +71,17 @@ class ServerMetrics:
         self._add_gauges(registry)
 
     def _add_interruptions(self, registry: CollectorRegistry) -> None:
-        self._suspensions = Counter(
+        self.suspensions = Counter(
             "patchpar_suspensions_total", "Running requests that were suspended.", registry=registry
         )
-        self._recoveries = Counter(
+        self.recoveries = Counter(
             "patchpar_recoveries_total",
             "Losses of a worker by a call, which then went on, or failed.",
             ["outcome"],
             registry=registry,
         )
         for outcome in RECOVERY_OUTCOMES:
-            self._recoveries.labels(outcome)  # so that both are there from the start, as 0
+            self.recoveries.labels(outcome)  # so that both are there from the start, as 0
 
     def _add_gauges(self, registry: CollectorRegistry) -> None:
         self._queue_length = Gauge("patchpar_queue_length", "Requests that wait.", ["priority"], registry=registry)
@@ -123,26 +123,6 @@ class ServerMetrics:
                     self._bytes.labels(figures.rank, kind).inc(count)
                 for kind, seconds in figures.seconds_waited.items():
                     self._waits.labels(figures.rank, kind).inc(seconds)
-
-    def observe_batch(self, size: int) -> None:
-        """Count a call that made the images of several requests."""
-        self._batches.observe(size)
-
-    def observe_recoveries(self, count: int) -> None:
-        """Count calls that were made again after they had lost a worker."""
-        self._recoveries.labels("recovered").inc(count)
-
-    def observe_lost_request(self) -> None:
-        """Count a request that has failed since it has lost a worker."""
-        self._recoveries.labels("failed").inc()
-
-    def observe_suspension(self) -> None:
-        """Count a running request that waits again."""
-        self._suspensions.inc()
-
-    def observe_missed_deadline(self) -> None:
-        """Count a request that has waited for too long."""
-        self._missed.inc()
 
     def observe_response(self, route: str, status: int, seconds: float) -> None:
         """Count a response. `route`: the path as it is declared, never as it was requested."""

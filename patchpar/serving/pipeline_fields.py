@@ -70,7 +70,7 @@ class PipelineFields(BaseModel):
     exactness: Literal["any", "exact"] | None = None
 
 
-F = TypeVar("F", bound=PipelineFields)
+F = TypeVar("F", bound=BaseModel)
 
 
 def field_of(message: str) -> str | None:
@@ -79,8 +79,8 @@ def field_of(message: str) -> str | None:
     return name if name in PipelineFields.model_fields else None
 
 
-def from_json(kind: type[F], body: bytes) -> F:
-    """Return the request of a JSON body. Raises RequestError that names the first wrong field."""
+def from_json(kind: type[F], body: bytes | str) -> F:
+    """Return the fields of a JSON body. Raises RequestError that names the first wrong field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -88,36 +88,42 @@ def from_json(kind: type[F], body: bytes) -> F:
 
 
 def from_texts(kind: type[F], values: dict[str, str]) -> F:
-    """Return the request of a form, whose values are all text. Raises RequestError as `from_json` does."""
+    """Return the fields of a form, whose values are all text. Raises RequestError as `from_json` does."""
     given = {name: value for name, value in values.items() if value != ""}
-    lora = given.pop("lora", None)
+    lora = given.pop("lora", None) if issubclass(kind, PipelineFields) else None
     try:
         found = kind.model_validate_strings(given)
-        return found if lora is None else found.model_copy(update={"lora": _loras_of(kind, lora)})
+        return found if lora is None else found.model_copy(update={"lora": _loras_of(lora)})
     except ValidationError as error:
         raise _refusal(error, kind) from None
 
 
-def _loras_of(kind: type[F], text: str) -> list[LoraField] | None:
+def _loras_of(text: str) -> list[LoraField] | None:
     """Return the LoRAs of a form's field. Raises RequestError, and ValidationError that names the field."""
     try:
         found = json.dumps({"prompt": "any", "lora": TypeAdapter(Any).validate_json(text)})
     except ValueError:
         raise RequestError('lora: write it as JSON, such as [{"name": "ink", "scale": 0.8}]', param="lora") from None
-    return kind.model_validate_json(found).lora
+    return PipelineFields.model_validate_json(found).lora
 
 
-def _refusal(error: ValidationError, kind: type[PipelineFields]) -> RequestError:
+def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
     """Return the error for the client: unknown names first, since a wrong name often is the cause of the others."""
     found = error.errors(include_url=False, include_context=False)
     first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    name = ".".join(map(str, first["loc"]))
+    location = first["loc"]
+    if len(location) > 1 and isinstance(location[1], str):  # a type, of those that a field may have
+        location = location[:1]
+    name = ".".join(map(str, location))
     if first["type"] == "json_invalid":
         return RequestError(f"the body is no JSON: {first['msg']}", code="invalid_json")
-    if not first["loc"]:
-        return RequestError('the body is no JSON object: send {"prompt": "..."}', code="invalid_json")
+    if not location:
+        example = f'{{"{next(iter(kind.model_fields))}": ...}}'
+        return RequestError(f"the body is no JSON object: send {example}", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        return _unknown(name, tuple(kind.model_fields if len(first["loc"]) == 1 else LoraField.model_fields))
+        if issubclass(kind, PipelineFields) and name in OF_OTHERS:
+            return RequestError(f"{name}: {OF_OTHERS[name]}", param=name, code="unsupported_parameter")
+        return _unknown(name, tuple(kind.model_fields if len(location) == 1 else LoraField.model_fields))
     if first["type"] in ("missing", "string_pattern_mismatch"):
         return _missing(name, first["type"])
     given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
@@ -135,8 +141,6 @@ def _missing(name: str, kind: str) -> RequestError:
 
 def _unknown(name: str, known: Sequence[str]) -> RequestError:
     short = name[:64]
-    if short in OF_OTHERS:
-        return RequestError(f"{short}: {OF_OTHERS[short]}", param=short, code="unsupported_parameter")
     near = nearest(short.rpartition(".")[2], known)
     hint = f"; did you mean {near!r}?" if near else f". There are {', '.join(known)}"
     return RequestError(f"there is no parameter {short!r}{hint}", param=short, code="unknown_parameter")

@@ -52,37 +52,30 @@ class RankPings:
 
         `lose` is called with one that has failed, and with one that `is_overdue`: it has not been replaced since then.
         """
+        self._is_idle, self._lose, self._is_overdue = is_idle, lose, is_overdue
         for rank in range(len(self._answered)):
             self.note(rank)
-            name = f"patchpar-ping-{rank}"
-            watched = (rank, is_idle, lose, is_overdue)
-            thread = threading.Thread(target=self._watch, args=watched, name=name, daemon=True)
+            thread = threading.Thread(target=self._watch, args=(rank,), name=f"patchpar-ping-{rank}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
-    def _watch(
-        self,
-        rank: int,
-        is_idle: Callable[[int], bool],
-        lose: Callable[[int], object],
-        is_overdue: Callable[[int], bool],
-    ) -> None:
+    def _watch(self, rank: int) -> None:
         while not self._closing.wait(PERIOD_SECONDS):
-            if is_overdue(rank):
-                lose(rank)
-            if is_idle(rank) and not self._asks(rank, is_idle, lose):
+            if self._is_overdue(rank):
+                self._lose(rank)
+            if self._is_idle(rank) and not self._asks(rank):
                 return
 
-    def _asks(self, rank: int, is_idle: Callable[[int], bool], lose: Callable[[int], object]) -> bool:
+    def _asks(self, rank: int) -> bool:
         """Ask a rank once. Return whether to ask it again, later: not once the pipeline has been closed."""
         try:
-            self._ping(rank, lambda: self._closing.is_set() or not is_idle(rank))
+            self._ping(rank, lambda: self._closing.is_set() or not self._is_idle(rank))
         except CallCancelled:
             return True  # it has something to do
         except RuntimeError as error:  # LaunchError, WorkerError, or of the device of a rank in this process
             if not self._closing.is_set():
                 log.warning("rank %d does not answer: %s", rank, str(error).partition("\n")[0])
-                lose(rank)
+                self._lose(rank)
         except PatchparError:
             return False
         else:

@@ -4,49 +4,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
+
+from patchpar.plan.plan import Plan
+from patchpar.serving.rank_pings import RankPings
+from patchpar.serving.request_error import RequestError
 
 RankState = Literal["free", "busy", "silent", "lost", "removed"]
 AGAIN_SECONDS = 30.0
 """After which a rank that is still lost is to be replaced again: the first attempt may have failed."""
 
 
-class Answers(Protocol):
-    """When ranks have answered."""
-
-    def note(self, rank: int) -> None:
-        """Note that a rank has answered."""
-
-    def is_silent(self, rank: int) -> bool:
-        """Whether a rank that has nothing to do has not answered for too long."""
-
-
-class NoQuestions:
-    """Of ranks that nobody asks."""
-
-    def note(self, rank: int) -> None:
-        """See Answers."""
-
-    def is_silent(self, rank: int) -> bool:
-        """See Answers."""
-        return False
-
-
 class RankPool:
     """The ranks of one server. The queue starts no more calls than there are ranks for.
 
-    `slow` returns ranks that are taken after all others, and how many times as long as these they take. `answers`:
+    `slow` returns ranks that are taken after all others, and how many times as long as these they take. `pings`:
     which free ones do not answer. `clock` in seconds.
     """
 
     def __init__(
         self,
         count: int,
+        pings: RankPings,
         slow: Callable[[], Mapping[int, float]] = dict,
-        answers: Answers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._slow, self._answers, self._clock = slow, answers or NoQuestions(), clock
+        self._pings, self._slow, self._clock = pings, slow, clock
         self._is_busy = [False] * count
         self._lost: dict[int, float] = {}  # when
         self._removed: set[int] = set()
@@ -66,7 +49,7 @@ class RankPool:
             return "lost"
         if self._is_busy[rank]:
             return "busy"
-        return "silent" if self._answers.is_silent(rank) else "free"
+        return "silent" if self._pings.is_silent(rank) else "free"
 
     def slowness(self, rank: int) -> float:
         """How many times as long as the others a rank takes; 1 for one that is not slow."""
@@ -76,6 +59,14 @@ class RankPool:
     def in_service(self) -> int:
         """Number of ranks that are not removed."""
         return len(self._is_busy) - len(self._removed)
+
+    def check(self, plan: Plan) -> None:
+        """Raise RequestError for a plan of more ranks than are in service."""
+        if plan.world_size > self.in_service:
+            raise RequestError(
+                f"plan {plan} takes {plan.world_size} devices, and {self.in_service} are in service: use a smaller one",
+                param="plan",
+            )
 
     @property
     def usable(self) -> int:
@@ -116,11 +107,11 @@ class RankPool:
         finally:
             with self._lock:
                 for rank in found:
-                    self._answers.note(rank)
+                    self._pings.note(rank)
                     self._is_busy[rank] = False
 
     def _order(self, rank: int, *, lost_first: bool) -> tuple[bool, bool]:
-        return (rank in self._lost) != lost_first, self._answers.is_silent(rank)
+        return (rank in self._lost) != lost_first, self._pings.is_silent(rank)
 
     def lose(self, ranks: tuple[int, ...]) -> None:
         """Note that a call on these ranks has failed with its workers."""
@@ -143,4 +134,4 @@ class RankPool:
         """Put a rank into service again."""
         with self._lock:
             self._removed.discard(rank)
-            self._answers.note(rank)
+            self._pings.note(rank)

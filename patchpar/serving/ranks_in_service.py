@@ -1,38 +1,12 @@
 """Ranks that an administrator takes out of service, whose devices are then free for others, and puts back again."""
 
-from typing import Any, Protocol
-
 from patchpar.plan.plan import Plan
+from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.job import Job
-from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.request_error import RequestError
-from patchpar.serving.settings import ServedModel
 
 
-class ServedRanks(Protocol):
-    """What is known here of the generator of a server."""
-
-    served: ServedModel
-    ranks: RankPool
-
-    @property
-    def pipe(self) -> Any:
-        """The open pipeline."""
-
-    def warm_up_on(self, job: Job, plan: Plan | str, groups: list[tuple[int, ...]]) -> None:
-        """Make a short call on each of these groups of ranks."""
-
-
-def check_in_service(plan: Plan, count: int) -> None:
-    """Raise RequestError for a plan of more ranks than are in service."""
-    if plan.world_size > count:
-        raise RequestError(
-            f"plan {plan} takes {plan.world_size} devices, and {count} are in service: use a smaller one",
-            param="plan",
-        )
-
-
-def check_removable(generator: ServedRanks, rank: int) -> None:
+def check_removable(generator: ImageGenerator, rank: int) -> None:
     """Raise RequestError for a rank that cannot be removed: 404 if there is none in service, 409 if it is needed."""
     states, plan, left = generator.ranks.states, generator.served.plan, generator.ranks.in_service - 1
     if rank >= len(states) or states[rank] == "removed":
@@ -48,14 +22,14 @@ def check_removable(generator: ServedRanks, rank: int) -> None:
         raise RequestError(f"rank {rank}: {reason}", status=409, code="rank_needed", is_final=True)
 
 
-def check_removed(generator: ServedRanks, rank: int) -> None:
+def check_removed(generator: ImageGenerator, rank: int) -> None:
     """Raise RequestError, 404, for a rank that has not been removed."""
     states = generator.ranks.states
     if rank >= len(states) or states[rank] != "removed":
         raise _unknown(rank, "removed")
 
 
-def remove_rank(generator: ServedRanks, job: Job, rank: int) -> None:
+def remove_rank(generator: ImageGenerator, job: Job, rank: int) -> None:
     """Take a rank out of service and end its worker, while nothing else runs."""
     job.show(note=f"removing rank {rank}")
     check_removable(generator, rank)
@@ -63,7 +37,7 @@ def remove_rank(generator: ServedRanks, job: Job, rank: int) -> None:
     generator.pipe.release(rank)
 
 
-def put_back_rank(generator: ServedRanks, job: Job, rank: int) -> None:
+def put_back_rank(generator: ImageGenerator, job: Job, rank: int) -> None:
     """Start the worker of a removed rank, which loads the model, and put it into service. Raises what that raises."""
     job.show(note=f"starting rank {rank}")
     check_removed(generator, rank)

@@ -15,9 +15,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_image_file
@@ -36,26 +36,12 @@ REQUEST, CALL, MASK = "request.json", "call.safetensors", "mask.png"
 log = logging.getLogger(__name__)
 
 
-class FolderContents(Protocol):
-    """What a folder of the journal holds: of a request, by its ID, to the model of that name."""
-
-    @property
-    def id(self) -> str:
-        """The name of the folder."""
-
-    @property
-    def model(self) -> str:
-        """The model that was served."""
-
-
-Written = TypeVar("Written", bound=FolderContents)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JournaledRequest:
-    """A request. `route`: "generation", "edit" or "video". `request`: its fields, for JSON.
+class JournalEntry:
+    """What the journal has of any request. `route`: "generation", "edit" or "video". `request`: its fields, for JSON.
 
-    `key` and `digest`: of its Idempotency-Key. `created_at`: Unix time in seconds.
+    `id`: the name of its folder. `model`: that was served. `key` and `digest`: of its Idempotency-Key. `created_at`:
+    Unix time in seconds.
     """
 
     id: str
@@ -67,8 +53,22 @@ class JournaledRequest:
     created_at: int
     key: str = ""
     digest: str = ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """These fields, for JSON."""
+        return {"format": FORMAT, **{each.name: getattr(self, each.name) for each in fields(JournalEntry)}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournaledRequest(JournalEntry):
+    """A request that has not ended."""
+
     uploads: Uploads = field(default_factory=Uploads)
     kept: UnfinishedCall = field(default_factory=UnfinishedCall)
+
+
+Written = TypeVar("Written", bound=JournalEntry)
 
 
 class RequestJournal:
@@ -179,48 +179,45 @@ class RequestJournal:
 
 
 def _as_json(entry: JournaledRequest) -> dict[str, Any]:
-    plain = {
-        name: getattr(entry, name)
-        for name in ("id", "model", "route", "request", "seed", "owner", "created_at", "key", "digest")
-    }
     done = [
         {"figures": asdict(each.figures), "reason": each.reason, "prompt_tokens": each.prompt_tokens}
         for each in entry.kept.done
     ]
-    has_mask = entry.uploads.mask is not None
     return {
-        "format": FORMAT,
-        **plain,
+        **entry.facts,
         "done": done,
         "partial": list(entry.kept.partial),
         "uploads": len(entry.uploads.images),
-        "has_mask": has_mask,
+        "has_mask": entry.uploads.mask is not None,
         "is_suspended": entry.kept.suspended is not None,
     }
 
 
+def read_entry(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return all that a file has, and its fields of a JournalEntry.
+
+    Raises PlanError, OSError, KeyError, TypeError and ValueError.
+    """
+    facts = read_object(file)
+    if facts["format"] != FORMAT or facts["id"] != file.parent.name:
+        raise ValueError(f"it has format {facts['format']!r} and is {facts['id']!r}")
+    bytes.fromhex(facts["digest"])
+    texts = {name: str(facts[name]) for name in ("id", "model", "route", "owner", "key", "digest")}
+    numbers = {name: int(facts[name]) for name in ("seed", "created_at")}
+    return facts, {**texts, **numbers, "request": dict(facts["request"])}
+
+
 def _read(path: Path) -> JournaledRequest:
     """Return the request of a folder. Raises PlanError, OSError, KeyError, TypeError and ValueError."""
-    facts = read_object(path / REQUEST)
-    if facts["format"] != FORMAT or facts["id"] != path.name:
-        raise ValueError(f"it has format {facts['format']!r} and is {facts['id']!r}")
+    facts, entry = read_entry(path / REQUEST)
     kept = UnfinishedCall(
         tuple(_done(path, number, each) for number, each in enumerate(facts["done"])),
         SuspendedCall.load(path / CALL) if facts["is_suspended"] else None,
     )
-    bytes.fromhex(facts["digest"])
     step, sent = facts["partial"]
     kept.partial = int(step), int(sent)
-    texts = {name: str(facts[name]) for name in ("model", "route", "owner", "key", "digest")}
-    return JournaledRequest(
-        id=path.name,
-        request=dict(facts["request"]),
-        seed=int(facts["seed"]),
-        created_at=int(facts["created_at"]),
-        uploads=_uploads(path, int(facts["uploads"]), bool(facts["has_mask"])),
-        kept=kept,
-        **texts,
-    )
+    uploads = _uploads(path, int(facts["uploads"]), bool(facts["has_mask"]))
+    return JournaledRequest(**entry, uploads=uploads, kept=kept)
 
 
 def _done(path: Path, number: int, facts: Any) -> CompletedImage:

@@ -6,10 +6,9 @@ from typing import TypeVar
 
 from patchpar.errors import LaunchError, RetriesExhausted, WorkerDied, WorkerError, WorkerHung
 from patchpar.pipeline.report import Run
-from patchpar.serving.batching import completed
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
-from patchpar.serving.image_call import STEPS, ImageCall
+from patchpar.serving.image_call import STEPS
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.out_of_memory import is_out_of_memory
@@ -36,19 +35,19 @@ class ServedCalls:
     ) -> None:
         self._generator, self._costs, self._metrics, self._repair = generator, costs, metrics, repair
 
-    def images(self, job: Job, call: ImageCall) -> GeneratedImages:
+    def images(self, job: Job) -> GeneratedImages:
         """Make the images of a request, and of those that have joined it. Raises what the generator raises."""
         if job.peers:
             return self._batch(job)
         self._check_not_late(job)
-        images = self._run(job, lambda: self._generator.generate(job, call.decoded()))
+        images = self._run(job, lambda: self._generator.generate(job, job.source.call.decoded()))
         self._ended(job, images.runs, images.figures)
         return images
 
-    def video(self, job: Job, call: ImageCall) -> GeneratedVideo:
+    def video(self, job: Job) -> GeneratedVideo:
         """Make the video of a request. Raises what the generator raises."""
         self._check_not_late(job)
-        video = self._run(job, lambda: self._generator.generate_video(job, call.decoded()))
+        video = self._run(job, lambda: self._generator.generate_video(job, job.source.call.decoded()))
         self._ended(job, [video.run], [video.figures])
         return video
 
@@ -72,9 +71,9 @@ class ServedCalls:
             for peer in joined[1:]:
                 peer.fail(error)
             raise
-        self._metrics.observe_batch(len(made))
+        self._metrics.batches.observe(len(made))
         for each, images in zip(joined, made, strict=True):
-            each.send(completed(images))
+            each.send(images.completed[0])
             if each is not job:
                 self._metrics.observe(each.queued_seconds, each.facts.shape.pixels, ())  # the call is counted once
                 each.finish(images)
@@ -85,7 +84,7 @@ class ServedCalls:
         """Count and learn. Costs are those of a request that is made alone and at one go: others tell nothing of it."""
         shape, own = job.facts.shape, figures[len(figures) - len(runs) :]
         self._metrics.observe(job.queued_seconds, shape.pixels, runs)
-        self._metrics.observe_recoveries(sum(each.recovered for each in own))
+        self._metrics.recoveries.labels("recovered").inc(sum(each.recovered for each in own))
         for run, each in zip(runs, own, strict=True) if is_alone and not job.suspensions else ():
             if not each.recovered:  # on fewer devices, and twice in part
                 self._costs.observe(shape, job.takes, run.steps, run.seconds)
@@ -96,11 +95,11 @@ class ServedCalls:
             with refused_calls_named(self._generator.scheduler, steps):
                 return generate()
         except Suspended:
-            self._metrics.observe_suspension()
+            self._metrics.suspensions.inc()
             raise
         except (WorkerError, LaunchError) as error:
             if isinstance(error, LOST):
-                self._metrics.observe_lost_request()
+                self._metrics.recoveries.labels("failed").inc()
             self._repair(job.takes)
             raise
 
@@ -108,7 +107,7 @@ class ServedCalls:
         try:
             check_not_late(job)
         except RequestError:
-            self._metrics.observe_missed_deadline()
+            self._metrics.missed_deadlines.inc()
             raise
 
     def _ends_late(self, job: Job) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 
 from patchpar.serving.finished_results import save_results
 from patchpar.serving.generation import ImageGenerator
-from patchpar.serving.image_call import NO_UPLOADS, CallRules, ImageCall
+from patchpar.serving.image_call import NO_UPLOADS, CallRules
 from patchpar.serving.image_files import ImageFiles
 from patchpar.serving.image_request import GenerationRequest
 from patchpar.serving.job import Job
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import CLOSE_SECONDS, QueueClosed, QueueFull, WorkQueue
-from patchpar.serving.job_source import JobSource, QueuedImages, write_journal
+from patchpar.serving.job_source import JobSource, write_journal
 from patchpar.serving.kept_jobs import KeptJobs
 from patchpar.serving.lora_registry import LoraRegistry, RegisteredLora
 from patchpar.serving.metrics import ServerMetrics
@@ -129,42 +129,31 @@ class ImageService:
 
     def submit(
         self,
-        request: GenerationRequest,
+        request: GenerationRequest | VideoRequest,
         uploads: Uploads = NO_UPLOADS,
         *,
         route: str = "generation",
         owner: str = "",
         kept: UnfinishedCall | None = None,
         is_lasting: bool = True,
-    ) -> QueuedImages:
+    ) -> Job:
         """Check and queue a request. Raises RequestError: 400, 404 for another model, 503 if it cannot be queued.
 
         `kept`: what an earlier server has of it. `is_lasting`: see JobSource.
         """
         rules = self._open_rules(request, is_earlier=kept is not None)
-        if self.generator.makes_videos:
-            raise RequestError(f"this model makes videos: use {self.route}", code="unsupported_model", param="model")
-        self.files.check(request.response_format)
-        call = rules.call_of(request, uploads)
+        is_video = isinstance(request, VideoRequest)
+        if is_video != self.generator.makes_videos:
+            product = "images" if is_video else "videos"
+            raise RequestError(f"this model makes {product}: use {self.route}", code="unsupported_model", param="model")
+        length: dict[str, Any] = {}
+        if isinstance(request, VideoRequest):
+            length = video_arguments(request, rules.model, rules.limits)
+        else:
+            self.files.check(request.response_format)
+        call = rules.call_of(request, uploads, **length)
         source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call, is_lasting=is_lasting)
-        return QueuedImages(call, self._queued(source, call, lambda job: self._calls.images(job, call), kept))
-
-    def submit_video(
-        self,
-        request: VideoRequest,
-        uploads: Uploads = NO_UPLOADS,
-        *,
-        route: str = "video",
-        owner: str = "",
-        kept: UnfinishedCall | None = None,
-    ) -> QueuedImages:
-        """Check and queue a request for a video. Raises as `submit` does."""
-        rules = self._open_rules(request, is_earlier=kept is not None)
-        if not self.generator.makes_videos:
-            raise RequestError(f"this model makes images: use {self.route}", code="unsupported_model", param="model")
-        call = rules.call_of(request, uploads, **video_arguments(request, rules.model, rules.limits))
-        source = JobSource(route=route, request=request, uploads=uploads, owner=owner, call=call)
-        return QueuedImages(call, self._queued(source, call, lambda job: self._calls.video(job, call), kept))
+        return self._queued(source, self._calls.video if is_video else self._calls.images, kept)
 
     def _open_rules(self, request: PipelineFields, *, is_earlier: bool) -> CallRules:
         """Return the rules. Raises RequestError. `is_earlier`: of the journal, which comes before new requests."""
@@ -175,10 +164,9 @@ class ImageService:
             raise loading()
         return self._rules
 
-    def _queued(
-        self, source: JobSource, call: ImageCall, work: Callable[[Job], Any], kept: UnfinishedCall | None
-    ) -> Job:
+    def _queued(self, source: JobSource, work: Callable[[Job], Any], kept: UnfinishedCall | None) -> Job:
         """Append a job to the queue. Raises RequestError: 504 for a deadline that cannot be met, 503 if it is full."""
+        call = source.call
         facts = facts_of(source.request, call, self.served, self.generator.description, self.settings.policy)
         if kept is None:
             self.scheduler.check_deadline(facts)

@@ -14,7 +14,7 @@ class VideoRequest(PipelineFields):
     `fps`: frames per second of the file.
     """
 
-    seconds: Text | Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] | None = None
+    seconds: Text | int | float | None = None
     fps: Annotated[int, Field(ge=1, le=120)] | None = None
     num_frames: Annotated[int, Field(ge=1)] | None = None
 

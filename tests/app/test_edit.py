@@ -132,7 +132,7 @@ def test_files_are_checked_before_they_are_decoded(tmp_path: Path, monkeypatch: 
             editor.convert_and_format_image(file)
     with pytest.raises(PlanError, match="choose it again"):
         check(SimpleNamespace(path=str(tmp_path / "gone.png")))
-    monkeypatch.setattr("app.mask_editor.MAX_BYTES", 10)
+    monkeypatch.setattr("app.limits.MAX_BYTES", 10)
     with pytest.raises(PlanError, match="at most 0 MB"):
         check(bytes(11))
     assert editor.convert_and_format_image(None) is None

@@ -144,7 +144,7 @@ def test_what_is_open_need_not_fit_a_second_time(tmp_path: Path, monkeypatch: py
     """A second video of a model is made by the pipeline of the first."""
     build("wan").pipe.save_pretrained(tmp_path)
     workers = AppWorkers(AppConfig(devices=devices_of("cpu:2"), chooses_models=True))
-    monkeypatch.setattr(workers, "_open_checked", lambda *_: FakeVideoPipeline())
+    monkeypatch.setattr("app.workers._opened_checked", lambda *_: FakeVideoPipeline())
     pipe = workers.video_pipeline(str(tmp_path), preset_or_plan("cfg=2", 2))
     leave_free(0, monkeypatch)
     assert workers.video_pipeline(str(tmp_path), preset_or_plan("cfg=2", 2)) is pipe

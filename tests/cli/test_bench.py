@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from diffusers import DDIMScheduler
 
 from benchmarks.quality.generation import hash_of
 from benchmarks.quality.known import rows_of_page
+from patchpar.cli.bench.flags import BenchFlags
 from patchpar.cli.bench.records import BenchKey, BenchRecord, BenchSetting, RecordFile
 from patchpar.cli.bench.runner import machine_of
 from patchpar.cli.bench.table import markdown, rows_of
@@ -169,6 +171,8 @@ def test_steps_that_the_scheduler_refuses(bench: Any, tmp_path: Path, monkeypatc
         (["a fox", "--strategy", "fresh"], "fresh-edges"),
         (["a fox", "--guidance-scale", "inf"], "--guidance-scale inf: it must be a finite number"),
         (["--prompts", "nowhere.txt"], "nowhere.txt: it cannot be read"),
+        (["a fox", "--seed", -1], "--seed -1: it must be at least 0"),
+        (["a fox", "--scheduler", "DDIN"], "--scheduler DDIN: diffusers has none of that name; use DDIM"),
     ],
 )
 def test_bad_flags(bench: Any, words: list[Any], message: str) -> None:
@@ -176,6 +180,15 @@ def test_bad_flags(bench: Any, words: list[Any], message: str) -> None:
     assert result.exit_code == 2
     assert message in result.stderr
     assert not any(pipe.calls for pipe in FakePipeline.opened)
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [(__file__, "it is a file; name a folder"), ("no/such/folder", "the folder cannot be made (No such file or")],
+)
+def test_a_folder_that_cannot_be_made(folder: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        BenchFlags(prompt=["a fox"], output=Path(folder)).check()
 
 
 def test_prompts_of_a_file(bench: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -571,6 +572,27 @@ def test_an_error_before_the_first_frame_leaves_no_video(tmp_path: Path) -> None
     with pytest.raises(RuntimeError), video_file.video_at(tmp_path / "a.mp4", 20, None) as decoded:
         show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [decoded], ProgressMeter(), print, 20)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"speaker": ["a.wav"]}, "--speaker a.wav: it has to be AUDIO:MASK, and there is no file"),
+        ({"speaker": [f"{__file__}:no.png"]}, "there is no file 'no.png'"),
+        ({"speaker": [f"{__file__}:{__file__}"], "audio": "embedded"}, "--audio is of one speaker"),
+        ({"speaker": [f"{__file__}:{__file__}"], "record": Path("a.jsonl")}, "--record holds neither"),
+        ({"pose": Path("no.mp4")}, "--pose no.mp4: there is no such file"),
+        ({"pose": Path(__file__), "record": Path("a.jsonl")}, "--record holds neither"),
+        ({"input": "no.mp4", "model": "embedded-face"}, "embedded-face generates video, and there is no such file"),
+        (
+            {"input": __file__, "model": "embedded-face", "record": Path("a.jsonl")},
+            "not hold the frames of --input",
+        ),
+    ],
+)
+def test_files_of_a_stream_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        StreamFlags(**words, output=Path("a.mp4")).check()
 
 
 @pytest.mark.parametrize(

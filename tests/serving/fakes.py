@@ -59,7 +59,7 @@ class FakeGenerator:
         self.state: PoolState = "loading"
         self.silent: set[int] = set()
         self.pings = RankPings(self._ping, len(self.served.devices))
-        self.ranks = RankPool(len(self.served.devices), answers=self.pings)
+        self.ranks = RankPool(len(self.served.devices), self.pings)
         self.task: PipelineTask | None = None
         self.scheduler: Any = None
         self.tokens: PromptTokens | None = None
@@ -102,22 +102,17 @@ class FakeGenerator:
         while not self.gate.wait(0.005):
             job.check()
         run = Run(plan=Plan(), seconds=0.25, ranks=())
-        images = tuple(Image.new("RGB", call.size) for _ in call.seeds)
-        for number, image in enumerate(images):
+        completed = []
+        for number in range(call.count):
+            image = Image.new("RGB", call.size)
             for index in range(call.partial_images):
                 job.send(PartialImage(image_index=number, index=index, image=image))
-            job.send(
-                CompletedImage(
-                    image_index=number, image=image, figures=ImageFigures.of(run), reason="none", prompt_tokens=3
-                )
+            figures, reason = ImageFigures.of(run), "there is one device"
+            completed.append(
+                CompletedImage(image_index=number, image=image, figures=figures, reason=reason, prompt_tokens=3)
             )
-        return GeneratedImages(
-            images=images,
-            runs=(run,) * call.count,
-            figures=(ImageFigures.of(run),) * call.count,
-            reason="there is one device",
-            prompt_tokens=3,
-        )
+            job.send(completed[-1])
+        return GeneratedImages(tuple(completed), (run,) * call.count)
 
     def close(self) -> None:
         self.is_closed = True

@@ -268,8 +268,8 @@ def test_images_of_a_batch_are_those_made_alone(pipe: ParallelPipeline, monkeypa
     service = server_of(pipe)
     client = client_of(application(service))
     sizes: list[int] = []
-    observe = service.metrics.observe_batch
-    monkeypatch.setattr(service.metrics, "observe_batch", lambda size: (sizes.append(size), observe(size)))
+    observe = service.metrics.batches.observe
+    monkeypatch.setattr(service.metrics.batches, "observe", lambda size: (sizes.append(size), observe(size)))
     try:
         assert service.scheduler.batch == 4
         with ThreadPoolExecutor(4) as pool:

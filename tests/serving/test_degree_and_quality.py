@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from patchpar.cli.serve import ServeFlags, _quality, _service
+from patchpar.cli.serve import ServeFlags, _loras, _quality, _service
 from patchpar.errors import PlanError
 from patchpar.plan.plan import Plan
 from patchpar.serving.http.application import application
@@ -64,6 +66,51 @@ def test_a_plan_of_the_server_says_how_many() -> None:
         rules.call_of(parse_request(b'{"prompt": "a", "degree": 3}'))
     call = rules.call_of(parse_request(b'{"prompt": "a", "degree": 3, "plan": "auto"}'))
     assert (call.degree, call.devices_of(served)) == (3, 3)
+
+
+def test_a_strategy_needs_a_plan_beside_that_of_the_server() -> None:
+    served = ServedModel(model="fake", devices=FOUR, plan=Plan(cfg=2, patch=2))
+    rules = CallRules(model=MODEL, served=served, limits=RequestLimits())
+    with pytest.raises(
+        RequestError, match="strategy without plan: the server's plan is cfg=2,patch=2,strategy=exact; give both"
+    ):
+        rules.call_of(parse_request(b'{"prompt": "a", "strategy": "displaced"}'))
+    body = b'{"prompt": "a", "strategy": "displaced", "plan": "patch=2"}'
+    assert str(rules.call_of(parse_request(body)).plan) == "patch=2,strategy=displaced"
+
+
+def test_a_model_without_a_size() -> None:
+    """Of one size that is not known, and of one that has to be given."""
+    sizes = ("height", "width")
+    fixed = replace(MODEL, parameters={name: each for name, each in MODEL.parameters.items() if name not in sizes})
+    for model, body, reason in (
+        (fixed, b'{"prompt": "a", "size": "64x64"}', "this model makes images of one size: leave size out"),
+        (replace(MODEL, default_size=None), b'{"prompt": "a"}', "this model has no size of its own: give size"),
+    ):
+        rules = CallRules(model=model, served=ServedModel(model="fake", devices=FOUR), limits=RequestLimits())
+        with pytest.raises(RequestError, match=reason) as found:
+            rules.call_of(parse_request(body))
+        assert (found.value.param, found.value.code) == ("size", "invalid_size")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ink", "--lora ink: write NAME=PATH"),
+        ("ink=", "write NAME=PATH"),
+        ("a b=org/name", "LoRA 'a b': a name has letters, digits, - and _, 64 at most"),
+        ("ink=org/name:11", "LoRA ink: scale 11: use -10 to 10"),
+        ("ink=no.safetensors", "--lora no.safetensors: there is no such file or folder"),
+    ],
+)
+def test_loras_of_the_command_line_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        _loras([text])
+
+
+def test_loras_of_the_command_line() -> None:
+    (found,) = _loras(["ink=org/name:0.5"])
+    assert (found.name, found.source, found.scale) == ("ink", "org/name", 0.5)
 
 
 def test_a_strategy_without_patches_is_refused_before_the_model_is_loaded() -> None:

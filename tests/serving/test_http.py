@@ -182,7 +182,8 @@ def test_a_response_says_how_often_a_call_was_made_again(
 
     def recovered(job: Any, call: Any) -> Any:
         made = generate(job, call)
-        return replace(made, figures=tuple(replace(each, recovered=1) for each in made.figures))
+        completed = (replace(each, figures=replace(each.figures, recovered=1)) for each in made.completed)
+        return replace(made, completed=tuple(completed))
 
     assert client.post(PATH, json={"prompt": "a"}).json()["patchpar"]["recovered"] == 0
     monkeypatch.setattr(fake, "generate", recovered)

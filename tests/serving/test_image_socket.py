@@ -207,7 +207,7 @@ def test_a_request_that_is_queued_for_nobody_is_cancelled(fails: bool) -> None:
         return job
 
     async def cancelled() -> None:
-        task = asyncio.create_task(submitted(submit, lambda found: found))
+        task = asyncio.create_task(submitted(submit))
         await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -135,11 +135,11 @@ def test_a_plan_for_more_devices_is_refused(client: Any) -> None:
 
 def test_a_running_image_is_cancelled_at_its_next_step(client: Any, embedded: ImageService) -> None:
     queued = embedded.submit(parse_request(json.dumps({**SMALL, "num_inference_steps": 150}).encode()))
-    until(lambda: queued.job.view.step >= 1, "a step")
-    queued.job.cancel()
+    until(lambda: queued.view.step >= 1, "a step")
+    queued.cancel()
     with pytest.raises(Cancelled):
-        queued.job.outcome.result(20)
-    assert queued.job.view.step < 150
+        queued.outcome.result(20)
+    assert queued.view.step < 150
     assert client.post(PATH, json={**SMALL, "num_inference_steps": 1}).status_code == 200
 
 
@@ -154,9 +154,9 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
         before = client.post(PATH, json={**SMALL, "seed": 1}).json()
         long = {**SMALL, "seed": 2, "num_inference_steps": 30}
         queued = service.submit(parse_request(json.dumps(long).encode()))
-        until(lambda: queued.job.view.step >= 1, "a step")
+        until(lambda: queued.view.step >= 1, "a step")
         os.kill(generator.pipe._state.executor.pids[1], signal.SIGKILL)
-        found = np.asarray(queued.job.outcome.result(120).images[0]).astype(int)
+        found = np.asarray(queued.outcome.result(120).images[0]).astype(int)
         whole = image_of(client.post(PATH, json=long).json()["data"][0]["b64_json"])
         assert np.abs(found - whole).max() <= 1
         after = client.post(PATH, json={**SMALL, "seed": 1}).json()

@@ -7,12 +7,15 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import application
+from patchpar.serving.image_call import ImageCall
 from patchpar.serving.job import Job
 from patchpar.serving.kept_jobs import KeptJobs, KeptWork
 from patchpar.serving.service import ImageService
@@ -223,6 +226,11 @@ def test_administrators_need_a_key_of_their_own(fake: Any, client: Any) -> None:
     service.close()
 
 
+def job_of(result: Any) -> Job:
+    """A job of a request that is made of nothing."""
+    return Job(lambda _: result, source=SimpleNamespace(call=ImageCall(arguments={}, seed=0, count=1, size=(8, 8))))
+
+
 @pytest.mark.parametrize(
     ("sizes", "left"),
     [
@@ -238,17 +246,16 @@ def test_results_take_no_more_bytes_than_are_kept(sizes: list[tuple[str, int]], 
     found = []
     for owner, size in sizes:
         work = KeptWork(
-            kind="job",
+            route="generation",
             owner=owner,
             request=None,
-            call=None,
             finish=lambda _, made: made,
             size=lambda made: made,
-            drop=dropped.append,
+            drop=lambda _, made: dropped.append(made),
         )
-        found.append(kept.add(work, lambda size=size: Job(lambda _: size)))
+        found.append(kept.add(work, partial(job_of, size)))
         found[-1].job.run()
-        assert found[-1].ended.wait(20)
+        found[-1].ended.result(20)
     stays = {each.id for each in kept.close()}
     assert [f"{each.work.owner} {number}" for number, each in enumerate(found) if each.id in stays] == left
     assert len(dropped) == len(sizes) - len(left)
@@ -270,11 +277,11 @@ def test_images_in_memory_and_files_of_videos_are_counted(fake: Any) -> None:
 def test_a_result_that_is_awaited_is_there_whatever_the_limit(is_awaited: bool) -> None:
     """As of a video whose client waits for the file while another one ends. Otherwise only the last one is kept."""
     kept = KeptJobs(KeptResults(count=1))
-    work = KeptWork(kind="video", owner="", request=None, call=None, finish=lambda _, made: made, is_awaited=is_awaited)
-    found = [kept.add(work, lambda: Job(lambda _: "the file")) for _ in range(2)]
+    work = KeptWork(route="video", owner="", request=None, finish=lambda _, made: made, is_awaited=is_awaited)
+    found = [kept.add(work, partial(job_of, "the file")) for _ in range(2)]
     for each in found:
         each.job.run()
-        assert each.ended.wait(20)
+        each.ended.result(20)
     assert len(kept.all_of("video", "")) == (2 if is_awaited else 1)
     assert [each.result for each in found] == ["the file" if is_awaited else None, "the file"]
     for each in found:

@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_answer_is_silent(quick_pings: None) -> None:
     """Only one that has nothing to do; the end of a call is an answer too."""
     clock, gate = Clock(), threading.Event()
     pings = RankPings(lambda rank, _: rank == 1 and gate.wait(20), 3, clock)
-    ranks = RankPool(3, answers=pings)
+    ranks = RankPool(3, pings)
     assert not pings.is_silent(0), "nobody asks yet"
     pings.start(ranks.is_idle, lambda rank: None)
     with ranks.taken(1) as (busy,):
@@ -75,7 +75,7 @@ def test_a_rank_that_fails_is_lost(quick_pings: None) -> None:
             raise WorkerHung("rank 1 stands still", rank=1)
 
     pings, lost = RankPings(fails, 2), list[int]()
-    ranks = RankPool(2, answers=pings)
+    ranks = RankPool(2, pings)
 
     def lose(rank: int) -> None:
         ranks.lose((rank,))
@@ -117,7 +117,7 @@ def test_a_rank_that_could_not_be_replaced_is_replaced_again(quick_pings: None) 
     """Else a server that nobody asks, since it is not ready, would never be."""
     clock, lost = Clock(), list[int]()
     pings = RankPings(lambda rank, _: None, 2)
-    ranks = RankPool(2, answers=pings, clock=clock)
+    ranks = RankPool(2, pings, clock=clock)
 
     def lose(rank: int) -> None:
         ranks.lose((rank,))
@@ -297,6 +297,8 @@ def test_the_last_rank_and_bad_bodies(four: Any) -> None:
     assert error_of(client.post(RANKS, json={"rank": 3}), 404)["code"] == "not_found"
     for body in ({}, {"rank": -1}, {"rank": "1"}, {"device": "cuda:4"}):
         assert error_of(client.post(RANKS, json=body), 400)["param"] in ("rank", "device")
+    unknown = error_of(client.post(RANKS, json={"rnk": 1}), 400)
+    assert (unknown["code"], "did you mean 'rank'" in unknown["message"]) == ("unknown_parameter", True)
     plan = client.post(PATH, json={"prompt": "a", "plan": "patch=2"})
     assert error_of(plan, 400)["param"] == "plan"
     assert not is_busy(service)

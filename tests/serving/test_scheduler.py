@@ -18,6 +18,7 @@ from patchpar.serving.image_request import parse_request
 from patchpar.serving.job import Job
 from patchpar.serving.job_facts import facts_of
 from patchpar.serving.job_queue import WorkQueue
+from patchpar.serving.rank_pings import RankPings
 from patchpar.serving.rank_pool import RankPool
 from patchpar.serving.scheduler import JobFacts, JobScheduler
 from patchpar.serving.scheduling import learnt_costs
@@ -212,7 +213,7 @@ def test_a_deadline_that_passes_in_the_queue(client: Any, fake: FakeGenerator) -
 
 
 def test_ranks_that_are_lost_or_slow_are_taken_last() -> None:
-    ranks, slow = RankPool(4, lambda: slow), {0: 1.5}
+    ranks, slow = RankPool(4, RankPings(lambda rank, _: None, 4), lambda: slow), {0: 1.5}
     assert (ranks.slowness(0), ranks.slowness(1)) == (1.5, 1.0)
     with ranks.taken(3) as taken:
         assert taken == (1, 2, 3)
@@ -292,5 +293,5 @@ def test_what_a_policy_knows_of_a_request(four: Any) -> None:
     client, _, service = four
     assert client.post(PATH, json={"prompt": "a", "size": "64x64"}).status_code == 200
     queued = service.submit(parse_request(b'{"prompt": "a", "size": "64x64", "n": 2, "num_inference_steps": 7}'))
-    facts = queued.job.facts
+    facts = queued.facts
     assert (facts.shape, facts.steps, facts.degrees) == (CallShape(64 * 64, branches=2), 14, (1,))

@@ -6,9 +6,11 @@ import asyncio
 import io
 import json
 import logging
+import re
 import threading
 import wave
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import fields, replace
 from socket import SHUT_RDWR
@@ -29,12 +31,14 @@ from patchpar.cli.serve import OF_IMAGES, OF_STREAMS, ServeFlags
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.http.application import stream_application
 from patchpar.serving.http.stream_socket import applied
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from patchpar.serving.streams import live_stream
-from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control
+from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, reference_of
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.web.server import HOME, WebServer
+from tests.live.test_pages import jpegs
 from tests.serving.requests import Connected, client_of, example_of_the_page, until
 from tests.serving.test_http import KEY, error_of
 from tests.stream.tiny import write_folder
@@ -142,6 +146,55 @@ def test_images_of_controls_are_decoded_as_those_of_requests(wanted: dict[str, s
     assert threads[0].startswith("patchpar-uploads") is is_aside
 
 
+@pytest.mark.parametrize(
+    ("wanted", "param", "code", "message"),
+    [
+        ({}, "type", "missing_parameter", "type is missing"),
+        ({"type": "prompt"}, "text", "missing_parameter", "prompt: text is missing"),
+        ({"type": "param", "name": "audio_scale"}, "value", "missing_parameter", "param: value is missing"),
+        ({"type": "stop", "at": 3}, "at", "unsupported_parameter", "at does not go with stop: leave it out"),
+        ({"type": "prompt", "txt": "a"}, "txt", "unknown_parameter", "did you mean 'text'?"),
+        ([], None, "invalid_json", 'the body is no JSON object: send {"type": ...}'),
+    ],
+)
+def test_a_control_that_is_refused(wanted: Any, param: str | None, code: str, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)) as found:
+        parse_control(json.dumps(wanted))
+    assert (found.value.param, found.value.code) == (param, code)
+
+
+@pytest.mark.parametrize("image", ["*", "AAAA"])
+def test_an_image_of_a_control_that_is_none(image: str) -> None:
+    with pytest.raises(RequestError, match="image"):
+        reference_of(parse_control(json.dumps({"type": "reference", "image": image})))
+
+
+def test_who_watches_images_gets_those_that_are_made_then(client: Any, streams: StreamService) -> None:
+    """As MJPEG, until the stream ends."""
+    created = client.post(STREAMS, json={"audio": "live", "audio_rate": 16000}).json()
+    path, stream = f"{STREAMS}/{created['id']}", streams.get(created["id"], "")
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(client.get, f"{path}/images")
+        until(lambda: stream.images.watchers == 1, "who watches")
+        for _ in range(3):
+            stream.push(bytes(16000))
+        until(lambda: stream.seconds > 0.5, "frames")
+        assert client.post(f"{path}/controls", json={"type": "stop"}).json()["of"] == "stop"
+        response = watching.result(60)
+    assert response.headers["content-type"].startswith("multipart/x-mixed-replace")
+    found = list(jpegs(io.BytesIO(response.content)))
+    assert len(found) > 5
+    assert stream.images.watchers == 0
+
+
+def test_files_of_a_stream_that_do_not_go_together(client: Any) -> None:
+    twice = client.post(STREAMS, data={"seed": "1"}, files=[("reference", b"a"), ("reference", b"b")])
+    assert "2 files: send one" in error_of(twice, 400)["message"]
+    both = client.post(STREAMS, data={"audio": "live"}, files={"audio_file": ("a.wav", wav_of(1))})
+    assert "send one of them" in error_of(both, 400)["message"]
+    assert client.post(STREAMS, json=SHORT).status_code == 200, "neither takes a slot"
+
+
 def test_audio_and_controls(client: Any, streams: StreamService) -> None:
     created = client.post(STREAMS, json={"audio": "live", "audio_rate": 16000}).json()
     path = f"{STREAMS}/{created['id']}"
@@ -172,6 +225,7 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
     ("body", "param", "code"),
     [
         ({"promt": "a"}, "promt", "unknown_parameter"),
+        ({"lora": []}, "lora", "unknown_parameter"),
         ({"audio": "file:///etc/passwd"}, "audio", "invalid_value"),
         ({"seconds": 31}, "seconds", "above_limit"),
         ({"seconds": 0}, "seconds", "invalid_value"),

@@ -61,10 +61,10 @@ def test_a_suspended_request_goes_on_where_it_was(
     resumed, before = Resumed(pipe, monkeypatch), suspensions(embedded)
     queued = embedded.submit(parse_request(json.dumps({**BODY, "n": 2, "num_inference_steps": 8}).encode()))
     for image in range(2):
-        until(lambda: queued.job.done_steps >= 8 * image + 2, "steps")  # noqa: B023
-        queued.job.suspend()
-        until(lambda: queued.job.suspensions == image + 1, "it to wait again")  # noqa: B023
-    found = queued.job.outcome.result(60)
+        until(lambda: queued.done_steps >= 8 * image + 2, "steps")  # noqa: B023
+        queued.suspend()
+        until(lambda: queued.suspensions == image + 1, "it to wait again")  # noqa: B023
+    found = queued.outcome.result(60)
     assert len(resumed.calls) == 2
     assert min(resumed.calls) >= 2, "denoiser calls that were not made again"
     assert suspensions(embedded) - before == 2
@@ -209,7 +209,7 @@ def test_the_next_server_goes_on_with_what_one_has_not_finished(
         assert again.json()["id"] == running
         for name, seeds, steps in ((running, (5, 6), STEPS), (waiting, (9,), 2), (moved, (11,), 2)):
             kept = second.kept.get(name, "job", "")
-            assert kept.ended.wait(120), name
+            kept.ended.result(120)
             result = client.get(f"/v1/jobs/{name}").json()["result"]
             for seed, each in zip(seeds, result["data"], strict=True):
                 assert np.array_equal(image_of(each["b64_json"]), generated(pipe, seed, num_inference_steps=steps))

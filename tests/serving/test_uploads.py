@@ -207,6 +207,13 @@ CASES: list[tuple[str, dict[str, str], dict[str, bytes], int, str, str | None]] 
 ]
 
 
+def test_two_masks_are_refused(painted: Any) -> None:
+    client, _ = painted
+    files = [("image", png()), ("mask", png(mode="RGBA")), ("mask", png(mode="RGBA"))]
+    error = error_of(client.post(EDITS, data=FORM, files=files), 400)
+    assert (error["param"], "2 masks: send one" in error["message"]) == ("mask", True)
+
+
 @pytest.mark.parametrize(("which", "form", "files", "status", "code", "param"), CASES, ids=range(len(CASES)))
 def test_bad_uploads(
     which: str, form: Any, files: Any, status: int, code: str, param: str | None, request: pytest.FixtureRequest

@@ -168,7 +168,7 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"num_frames": 10}, "num_frames", "above_limit"),
     ({"seconds": 4}, "seconds", "invalid_value"),  # and num_frames
     ({"seconds": "long", "num_frames": None}, "seconds", "invalid_value"),
-    ({"seconds": "-1", "num_frames": None}, "seconds", "invalid_value"),
+    *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("-1", -1, 0, -0.5, [1])),
     *(({"seconds": each, "num_frames": None}, "seconds", "invalid_value") for each in ("1e308", "nan", 1e308, 10**400)),
     ({"seconds": "4", "num_frames": None}, "seconds", "above_limit"),
     ({"size": "60x60"}, "size", "invalid_size"),
@@ -191,6 +191,8 @@ def test_an_image_for_a_model_that_takes_none(client: Any) -> None:
     form = {name: str(value) for name, value in SMALL.items()}
     error = error_of(client.post(VIDEOS, data=form, files={"input_reference": file.getvalue()}), 400)
     assert (error["param"], error["code"]) == ("image", "unsupported_parameter")
+    twice = error_of(client.post(VIDEOS, data=form, files=[("input_reference", file.getvalue())] * 2), 400)
+    assert (twice["param"], "2 files: send one" in twice["message"]) == ("input_reference", True)
 
 
 def test_images_and_videos_are_of_their_own_routes(client: Any, request: pytest.FixtureRequest) -> None:

@@ -11,8 +11,8 @@ import typer
 
 from patchpar.cli.bench.flags import BenchFlags
 from patchpar.cli.bench.records import BenchSetting, RecordFile
-from patchpar.cli.compare import refuse_torchrun
 from patchpar.cli.console import FAILURE, friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.flag_values import refuse_torchrun
 from patchpar.cli.flags import given
 from patchpar.cli.output_files import written_whole
 from patchpar.cli.pipeline_changes import change_pipeline

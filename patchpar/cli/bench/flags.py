@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchpar.cli.flag_values import check_deadline, check_guidance
+from patchpar.cli.flag_values import check_deadline, check_guidance, check_positive
 from patchpar.cli.flags import (
     DEADLINE,
     Deadline,
@@ -79,11 +79,7 @@ class BenchFlags:
 
         And for a negative seed, and a guidance scale that is not finite.
         """
-        for name in ("height", "width", "steps", "ranks"):
-            value = getattr(self, name)
-            for each in value if isinstance(value, list) else [value]:
-                if each is not None and each < 1:
-                    raise PlanError(f"--{name} {each}: it must be at least 1")
+        check_positive(self, "height", "width", "steps", "ranks")
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"--seed {self.seed}: it must be at least 0 and below 2**63")
         check_guidance(self.guidance_scale)

@@ -15,7 +15,7 @@ from patchpar.cli.flag_values import (
     check_strength,
     refuse_torchrun,
 )
-from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Json, LocalDevices, given
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Json, LocalDevices, Variant, given
 from patchpar.cli.folded_help import more
 from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_can_write
@@ -76,7 +76,7 @@ class StreamFlags:
     width: Annotated[int | None, more("With --input: frames are cropped and scaled.")] = None
     lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
-    variant: Annotated[str | None, more("Variant of the weight files, such as fp16.")] = None
+    variant: Variant = None
     dry_run: Annotated[bool, more("Only print the assignment of steps to ranks.", "--dry-run")] = False
     costs: Annotated[str | None, more("With --dry-run, seconds: step=0.265,decode=0.15.")] = None
     restarts: Annotated[int | None, more("Of dead workers within a minute; default: 3.")] = None

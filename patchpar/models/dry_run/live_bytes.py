@@ -18,11 +18,6 @@ class LiveBytes:
         self.phase = phase
         self._known: set[int] = set()
 
-    @property
-    def peak(self) -> int:
-        """The most bytes that were alive at a time."""
-        return max(self.peaks.values())
-
     def begin(self, phase: str) -> None:
         """Forget all peaks, and begin a phase."""
         self.peaks.clear()

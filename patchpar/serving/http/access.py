@@ -43,12 +43,10 @@ class RequestGuard:
     this server, against DNS rebinding. `tickets`: of WebSockets without a key.
     """
 
-    def __init__(
-        self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, tickets: SocketTickets | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: ServerMetrics, tickets: SocketTickets) -> None:
         self._app, self._keys, self._admin_keys, self._metrics = app, settings.keys, settings.admin_keys, metrics
         self._pages, self._hosts = settings.page_paths, settings.host_names
-        self._tickets = tickets or SocketTickets()
+        self._tickets = tickets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or serve a WebSocket."""

@@ -2,7 +2,7 @@
 
 import time
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -17,44 +17,16 @@ from patchpar.serving.http.images import add_images
 from patchpar.serving.http.jobs import add_jobs
 from patchpar.serving.http.streams import add_no_streams, add_streams
 from patchpar.serving.http.videos import add_videos
-from patchpar.serving.lora_registry import LoraRegistry
-from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
-from patchpar.serving.settings import ServerSettings
-from patchpar.serving.socket_tickets import SocketTickets
 from patchpar.serving.streams.stream_service import StreamService
 
-
-class Served(Protocol):
-    """What the routes that all servers have know of a service. `loras`: those that requests may select."""
-
-    settings: ServerSettings
-    metrics: ServerMetrics
-
-    @property
-    def name(self) -> str:
-        """The name of the served model."""
-
-    @property
-    def state(self) -> str:
-        """Where it is: "ready", or why not."""
-
-    @property
-    def loras(self) -> LoraRegistry:
-        """The LoRAs that requests may select."""
-
-    @property
-    def model_facts(self) -> dict[str, Any]:
-        """What clients are told of the model, beside its name."""
-
-    def check_name(self, name: str) -> None:
-        """Raise RequestError, 404, for a model that is not served."""
+Served = ImageService | StreamService
 
 
 def application(service: ImageService) -> FastAPI:
     """Return the ASGI application of a service of images or videos."""
-    app = _guarded(service, service.tickets)
+    app = _guarded(service)
     add_images(app, service)
     add_image_socket(app, service)
     add_files(app, service.files)
@@ -67,15 +39,15 @@ def application(service: ImageService) -> FastAPI:
 
 def stream_application(service: StreamService) -> FastAPI:
     """Return the ASGI application of a service of streams."""
-    app = _guarded(service, service.tickets)
+    app = _guarded(service)
     add_streams(app, service)
     return app
 
 
-def _guarded(service: Served, tickets: SocketTickets | None = None) -> FastAPI:
+def _guarded(service: Served) -> FastAPI:
     """Return an application with access, models, health, version and metrics."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(RequestGuard, settings=service.settings, metrics=service.metrics, tickets=tickets)
+    app.add_middleware(RequestGuard, settings=service.settings, metrics=service.metrics, tickets=service.tickets)
     app.add_exception_handler(HTTPException, _no_route)
     _add_models(app, service)
     _add_state(app, service)

@@ -38,7 +38,7 @@ class EventStream(Response):
         """Answer one request, whose body has been read."""
         await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self._more]})
         sending = asyncio.create_task(self._send(send))
-        gone = asyncio.create_task(_until_gone(receive))
+        gone = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -58,6 +58,7 @@ class EventStream(Response):
             await self._events.aclose()  # type: ignore[attr-defined]  # of an async generator
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client of a request whose body has been read disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -30,7 +30,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.socket_tickets import TICKET_SECONDS, accepted_protocol, protocols_of
 from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
-from patchpar.stream.web.http_page import is_own_origin, until_one_ends
+from patchpar.stream.web.http_page import until_one_ends
 
 PATH = "/v1/images"
 MAX_MESSAGE = 8 << 20
@@ -53,8 +53,7 @@ def add_image_socket(app: FastAPI, service: ImageService) -> None:
     @app.websocket(PATH)
     async def connect(socket: WebSocket) -> None:
         """Receive images, and send those that are made from them."""
-        if not is_own_origin(socket):
-            raise RequestError("a page of another site may not connect", status=403, code="foreign_origin")
+        check_origin(socket)
         await ImageSocket(socket, service, owner_of(socket)).run()
 
 
@@ -67,7 +66,7 @@ class ImageSocket:
         self._wanted: EditRequest | None = None
         self._newest: tuple[int, bytes, EditRequest] | None = None  # with the settings that were there before it
         self._changed = asyncio.Condition()
-        self._jobs: deque[tuple[int, EditRequest, Job]] = deque()  # in work, in order, with their settings
+        self._jobs: deque[tuple[int, Job]] = deque()  # in work, in order
         self._sending = asyncio.Lock()  # an image and what is said of it follow one another
         self._number = self._dropped = 0
 
@@ -77,7 +76,7 @@ class ImageSocket:
         try:
             tasks = await until_one_ends(self._receive(), self._begin(), self._send())
         finally:
-            for _, _, job in self._jobs:
+            for _, job in self._jobs:
                 job.cancel()
         for error in [task.exception() for task in tasks if not task.cancelled()]:
             if error is not None and not isinstance(error, WebSocketDisconnect):
@@ -122,7 +121,7 @@ class ImageSocket:
                 (number, data, wanted), self._newest = self._newest, None
             try:
                 job = await self._queued(data, wanted)
-                self._jobs.append((number, wanted, job))  # at once: `run` cancels what is in it
+                self._jobs.append((number, job))  # at once: `run` cancels what is in it
             except RequestError as error:
                 await self._refuse(error, number)
                 continue
@@ -133,7 +132,7 @@ class ImageSocket:
         self._service.check_room(wanted, self._owner)  # before it is decoded
         uploads = Uploads(images=(await checked_aside(check_upload, data, NAME),))
         submit = partial(self._service.submit, wanted, uploads, route="edit", owner=self._owner, is_lasting=False)
-        return (await submitted(submit, lambda queued: queued.job)).job
+        return await submitted(submit)
 
     @property
     def _most(self) -> int:
@@ -147,13 +146,13 @@ class ImageSocket:
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._jobs))
-                number, wanted, job = self._jobs[0]
+                number, job = self._jobs[0]
             try:
                 made: GeneratedImages = await asyncio.wrap_future(job.outcome)
             except Exception as error:  # noqa: BLE001  the client is told, and the next image may be made
                 await self._refuse(logged_error_of(error, f"image {number} of {self._name}"), number)
             else:
-                await self._deliver(number, wanted, made)
+                await self._deliver(number, job.source.request, made)
             async with self._changed:
                 self._jobs.popleft()
                 self._changed.notify_all()

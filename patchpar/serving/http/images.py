@@ -19,7 +19,7 @@ from patchpar.serving.http.request_body import FormBody, idempotency_key_of, rea
 from patchpar.serving.http.warning import warning_of
 from patchpar.serving.image_request import GenerationRequest, parse_edit, parse_request
 from patchpar.serving.image_response import event_fields, response_of
-from patchpar.serving.job_source import QueuedImages
+from patchpar.serving.job import Job
 from patchpar.serving.kept_requests import LaterRequest, keep
 from patchpar.serving.partial_images import CompletedImage, PartialImage
 from patchpar.serving.request_error import RequestError
@@ -35,8 +35,6 @@ from patchpar.serving.uploaded_image import (
 
 IMAGES = ("image", "image[]")
 MASK = "mask"
-GENERATION, EDIT = "image_generation", "image_edit"
-ROUTES = {GENERATION: "generation", EDIT: "edit"}
 
 
 def add_images(app: FastAPI, service: ImageService) -> None:
@@ -47,7 +45,7 @@ def add_images(app: FastAPI, service: ImageService) -> None:
     async def generate(request: Request) -> Response:
         """Generate images from a prompt."""
         body = await read_body(request, limits.body_bytes)
-        return await _answer(service, request, parse_request(body), Uploads(), GENERATION, sha256(body).digest())
+        return await _answer(service, request, parse_request(body), Uploads(), "generation", sha256(body).digest())
 
     @app.post("/v1/images/edits")
     async def edit(request: Request) -> Response:
@@ -57,22 +55,20 @@ def add_images(app: FastAPI, service: ImageService) -> None:
         wanted = parse_edit(dict(form.values))
         service.check_room(wanted, owner_of(request), idempotency_key_of(request))  # before files are decoded
         uploads = await checked_aside(_uploads_of, form)
-        return await _answer(service, request, wanted, uploads, EDIT, form.digest())
+        return await _answer(service, request, wanted, uploads, "edit", form.digest())
 
 
 async def _answer(
-    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, kind: str, digest: bytes
+    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, route: str, digest: bytes
 ) -> Response:
     """Answer with images, with events, or with a job whose result is kept."""
     if _is_later(request):
-        return await asyncio.to_thread(_later, service, request, wanted, uploads, kind, digest)
-    submit = partial(service.submit, wanted, uploads, route=ROUTES[kind], owner=owner_of(request))
-    queued = await submitted(submit, lambda found: found.job) if uploads.images else submit()
+        return await asyncio.to_thread(_later, service, request, wanted, uploads, route, digest)
+    submit = partial(service.submit, wanted, uploads, route=route, owner=owner_of(request))
+    job = await submitted(submit) if uploads.images else submit()
     if wanted.stream:
-        request_id = request.scope["state"]["request_id"]
-        return EventStream(_events(wanted, queued, kind, request_id), warning_of(service, wanted))
-    done = await outcome_of(queued.job, request)
-    content = await asyncio.to_thread(response_of, wanted, queued.call, done, queued.job.queued_seconds, service.files)
+        return EventStream(_events(job, request.scope["state"]["request_id"]), warning_of(service, wanted))
+    content = await asyncio.to_thread(response_of, job, await outcome_of(job, request), service.files)
     return JSONResponse(with_whole_links(content, request), headers=warning_of(service, wanted))
 
 
@@ -86,14 +82,14 @@ def _is_later(request: Request) -> bool:
 
 
 def _later(
-    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, kind: str, digest: bytes
+    service: ImageService, request: Request, wanted: GenerationRequest, uploads: Uploads, route: str, digest: bytes
 ) -> Response:
     if wanted.stream:
         raise RequestError(
             "stream=true and ?async=true: leave one out; /v1/jobs/{id}/events has the events of a job", param="stream"
         )
     later = LaterRequest(
-        route=ROUTES[kind],
+        route=route,
         wanted=wanted,
         owner=owner_of(request),
         uploads=uploads,
@@ -105,21 +101,21 @@ def _later(
     )
 
 
-async def _events(wanted: GenerationRequest, queued: QueuedImages, kind: str, request_id: str) -> AsyncIterator[bytes]:
+async def _events(job: Job, request_id: str) -> AsyncIterator[bytes]:
     """Yield partial and finished images as events, and an error as one; cancel the job if nobody reads them."""
     try:
-        async for event in events_of(queued.job, partial(rendered, wanted, queued, kind)):
+        async for event in events_of(job, partial(rendered, job)):
             yield event
-        queued.job.outcome.result()
+        job.outcome.result()
     except Exception as error:  # noqa: BLE001  the response has begun, so that an error is an event
         yield event_of("error", logged_error_of(error, request_id).body)
     finally:
-        queued.job.cancel()  # does nothing to a job that has ended
+        job.cancel()  # does nothing to a job that has ended
 
 
-def rendered(wanted: GenerationRequest, queued: QueuedImages, kind: str, event: PartialImage | CompletedImage) -> bytes:
+def rendered(job: Job, event: PartialImage | CompletedImage) -> bytes:
     """Return an event of a job as a server-sent event. Encodes its image."""
-    fields = event_fields(wanted, queued.call, event, kind, queued.job.queued_seconds)
+    fields = event_fields(job, event)
     return event_of(fields["type"], fields)
 
 

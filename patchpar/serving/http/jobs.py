@@ -18,8 +18,6 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 
 MAX_PAGE, PAGE = 100, 20
-END_SECONDS = 0.02
-"""Between looks at a job that has ended and whose result is being encoded."""
 
 
 def add_jobs(app: FastAPI, service: ImageService) -> None:
@@ -127,9 +125,8 @@ async def _progress_of(kept: KeptJob, view: Callable[[], dict[str, Any]]) -> Asy
         now = view()
         if not is_changed:
             yield HEARTBEAT
-        elif now != last and not kept.ended.is_set():
+        elif now != last and not kept.ended.done():
             yield event_of("job.progress", now)
             last = now
-    while not kept.ended.is_set():
-        await asyncio.sleep(END_SECONDS)
+    await asyncio.wrap_future(kept.ended)  # its result may still be encoded
     yield event_of(f"job.{kept.status}", view())

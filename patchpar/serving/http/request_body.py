@@ -9,6 +9,7 @@ from time import monotonic
 from fastapi import Request
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import HTTPConnection
 
 from patchpar.serving.request_error import TOO_SLOW, RequestError
 from patchpar.stream.web.http_page import is_own_origin
@@ -115,10 +116,10 @@ def idempotency_key_of(request: Request) -> str:
     return found
 
 
-def check_origin(request: Request) -> None:
+def check_origin(request: HTTPConnection) -> None:
     """Raise RequestError, 403, if a browser says that a page of another site sends this."""
     if not is_own_origin(request):
-        raise RequestError("a page of another site may not send this", status=403, code="foreign_origin")
+        raise RequestError("a page of another site may not do this", status=403, code="foreign_origin")
 
 
 class _FormParser(MultiPartParser):

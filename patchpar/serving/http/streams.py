@@ -20,7 +20,6 @@ from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, parse_stream, parse_stream_form
 from patchpar.serving.streams.stream_service import StreamService
 from patchpar.serving.uploaded_image import checked_aside, read_upload
-from patchpar.stream.web.http_page import is_own_origin
 
 REFERENCE, AUDIO, POSE = "reference", "audio_file", "pose"
 FRESH = {"Cache-Control": "no-store"}
@@ -114,8 +113,7 @@ def _add_media(app: FastAPI, service: StreamService) -> None:
     @app.websocket("/v1/streams/{name}")
     async def connect(socket: WebSocket, name: str) -> None:
         """Send video, states and effects; receive audio and controls."""
-        if not is_own_origin(socket):
-            raise RequestError("a page of another site may not connect", status=403, code="foreign_origin")
+        check_origin(socket)
         stream = service.get(name, owner_of(socket))
         await StreamSocket(socket, stream).run()
 

@@ -16,11 +16,9 @@ STATUSES = {"cancelled": "failed"}
 def video_view(service: ImageService, kept: KeptJob) -> dict[str, Any]:
     """Return the JSON of a video, with OpenAI's fields, and `patchpar` with figures once it is there."""
     wanted: VideoRequest = kept.work.request
-    (queued,) = kept.work.call
-    call = queued.call
     stored = kept.result if isinstance(kept.result, StoredVideo) else None
     fps = frame_rate_of(wanted, service.generator.description)
-    width, height = call.size if stored is None else stored.size
+    width, height = kept.call.size if stored is None else stored.size
     frames = wanted.frames_at(fps) or service.generator.description.parameters.get("num_frames") or 0
     seconds = stored.seconds if stored is not None else frames / fps
     return {
@@ -36,7 +34,7 @@ def video_view(service: ImageService, kept: KeptJob) -> dict[str, Any]:
         "seconds": f"{seconds:g}",
         "size": f"{width}x{height}",
         "model": service.name,
-        "patchpar": {"seed": call.seed, **(_figures(stored) if stored is not None else {})},
+        "patchpar": {"seed": kept.call.seed, **(_figures(stored) if stored is not None else {})},
     }
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 
 from patchpar.serving.http.access import owner_of
-from patchpar.serving.http.job_outcome import until_ended
+from patchpar.serving.http.job_outcome import unless_gone
 from patchpar.serving.http.jobs import page_of
 from patchpar.serving.http.request_body import FORM, idempotency_key_of, kind_of, read_body, read_form
 from patchpar.serving.http.video_view import video_view
@@ -45,7 +45,7 @@ def _add_new(app: FastAPI, service: ImageService) -> None:
         """Generate a video and return its file. A client that disconnects cancels it."""
         kept = await _created(service, request, is_kept=False)
         try:
-            await until_ended(kept, request)
+            await unless_gone(kept.ended, request)
             if kept.error is not None:
                 raise kept.error
             content = await asyncio.to_thread(kept.result.file.read_bytes)

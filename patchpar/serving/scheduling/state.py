@@ -1,7 +1,7 @@
 """What a policy knows and what it can order. Times are in seconds on one clock, whichever it is."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,10 +10,9 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """Seconds of a denoising step of one shape by number of devices, and of what comes before and after the steps."""
+    """Seconds of a denoising step of one shape by number of devices."""
 
     steps: Mapping[int, float]
-    around: float = 0.0
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -26,7 +25,7 @@ class StepCosts:
 
     def seconds(self, degree: int, steps: int) -> float:
         """Return the seconds of a call with so many steps on so many devices."""
-        return self.around + steps * self.steps[degree]
+        return steps * self.steps[degree]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +50,6 @@ class WaitingRequest:
     def degrees(self) -> tuple[int, ...]:
         """The numbers of devices that it may have, ascending, each faster than those before it."""
         return self.costs.degrees
-
-    @property
-    def fastest(self) -> int:
-        """The number of devices on which it ends first."""
-        return self.degrees[-1]
 
     def seconds(self, degree: int) -> float:
         """Return how long it takes on so many devices."""
@@ -94,7 +88,7 @@ class ScheduleState:
     running: tuple[RunningRequest, ...] = ()
     can_suspend: bool = False
     resume_seconds: float = 0.0
-    busy: int = field(default=0)
+    busy: int = 0
     batch: int = 1
     batch_wait: float = 0.0
 

@@ -2,12 +2,12 @@
 
 import base64
 import binascii
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
-from patchpar.serving.pipeline_fields import MAX_SEED, STRICT, Text
-from patchpar.serving.request_error import RequestError, nearest
+from patchpar.serving.pipeline_fields import MAX_SEED, STRICT, Text, from_json, from_texts
+from patchpar.serving.request_error import RequestError
 from patchpar.serving.uploaded_image import read_upload
 
 
@@ -52,23 +52,21 @@ OF_CONTROLS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "reference": (("image",), ("at",)),
 }
 """By type: fields that it needs, and others that it takes."""
-M = TypeVar("M", bound=BaseModel)
 
 
 def parse_stream(body: bytes) -> LiveStreamRequest:
     """Return the request of a JSON body. Raises RequestError that names the first wrong field."""
-    return _parsed(LiveStreamRequest, lambda: LiveStreamRequest.model_validate_json(body))
+    return from_json(LiveStreamRequest, body)
 
 
 def parse_stream_form(values: dict[str, str]) -> LiveStreamRequest:
     """Return the request of a form's text fields. Raises RequestError as `parse_stream` does."""
-    given = {name: value for name, value in values.items() if value != ""}
-    return _parsed(LiveStreamRequest, lambda: LiveStreamRequest.model_validate_strings(given))
+    return from_texts(LiveStreamRequest, values)
 
 
 def parse_control(body: bytes | str) -> StreamControl:
     """Return a control of a JSON body. Raises RequestError for a wrong field, one too many and one that is missing."""
-    found = _parsed(StreamControl, lambda: StreamControl.model_validate_json(body))
+    found = from_json(StreamControl, body)
     needed, others = OF_CONTROLS.get(found.type, ((), ()))
     for name in needed:
         if getattr(found, name) is None:
@@ -86,25 +84,3 @@ def reference_of(control: StreamControl) -> Any:
     except (binascii.Error, ValueError):
         raise RequestError("image: it must be base64 of a PNG, JPEG or WebP file", param="image") from None
     return read_upload(data, "image")
-
-
-def _parsed(kind: type[M], parse: Any) -> M:
-    try:
-        found: M = parse()
-    except ValidationError as error:
-        raise _refusal(error, tuple(kind.model_fields)) from None
-    return found
-
-
-def _refusal(error: ValidationError, known: tuple[str, ...]) -> RequestError:
-    found = error.errors(include_url=False, include_context=False)
-    first = next((each for each in found if each["type"] == "extra_forbidden"), found[0])
-    name = ".".join(map(str, first["loc"]))[:64]
-    if first["type"] == "json_invalid" or not name:
-        return RequestError("the body is no JSON object", code="invalid_json")
-    if first["type"] == "extra_forbidden":
-        near = nearest(name, known)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
-        return RequestError(f"there is no parameter {name!r}; {hint}", param=name, code="unknown_parameter")
-    code = "missing_parameter" if first["type"] == "missing" else "invalid_value"
-    return RequestError(f"{name}: {first['msg']}", param=name, code=code)
