@@ -12,7 +12,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
 from patchpar.plan.json_files import object_of
-from patchpar.stream.audio.inputs import AudioSource
+from patchpar.stream.audio.track import AudioSource
 from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked

@@ -11,7 +11,7 @@ window from the block that the next stage needs; all others go on as if nothing 
 """
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
@@ -22,39 +22,6 @@ from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, connected, received_object, send_object
 
 KIND = "resume"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptBlock:
-    """A block as it left a stage, or None if that was before the stage began. `conditions`: those after it."""
-
-    block: int
-    envelope: BlockEnvelope | None
-    conditions: Any
-
-
-class KeptBlocks:
-    """The last `count` blocks of a stage."""
-
-    def __init__(self, count: int) -> None:
-        self._kept: deque[KeptBlock] = deque(maxlen=count)
-
-    def add(self, envelope: BlockEnvelope, conditions: Any) -> None:
-        """Keep a block."""
-        self._kept.append(KeptBlock(block=envelope.block, envelope=envelope, conditions=conditions))
-
-    def begin(self, block: int, conditions: Any) -> None:
-        """Forget all, and begin with the state before block `block`."""
-        self._kept.clear()
-        self._kept.append(KeptBlock(block=block - 1, envelope=None, conditions=conditions))
-
-    def since(self, block: int) -> list[BlockEnvelope]:
-        """Return the blocks from number `block` on."""
-        return [kept.envelope for kept in self._kept if kept.envelope is not None and kept.block >= block]
-
-    def before(self, block: int) -> KeptBlock | None:
-        """Return what there is of the block before number `block`."""
-        return next((kept for kept in self._kept if kept.block == block - 1), None)
 
 
 class ResumableStage(StageLoop):
@@ -72,7 +39,10 @@ class ResumableStage(StageLoop):
         super().__init__(model, plan, rank, comm, stage_io, run.first_block)
         self._is_new, self._is_half_done = run.continues, False
         self._lost, self._next = run.lost, run.first_block
-        self._kept, self._finished = KeptBlocks(run.keep), deque[FinishedBlock](maxlen=run.keep)
+        self._kept = deque[tuple[BlockEnvelope, Any]](
+            maxlen=run.keep
+        )  # blocks that have left, and conditions after each
+        self._finished = deque[FinishedBlock](maxlen=run.keep)
         self._decoded: Payload = ()
         self._loss: LostStage | None = None  # to be reported with the next block
 
@@ -94,9 +64,8 @@ class ResumableStage(StageLoop):
         if is_lost:
             self._restore()
         if position.next is not None and next_is_lost and self._next_has_steps:
-            before = self._kept.before(need)
-            assert before is not None, "a stage keeps all blocks that may be in flight"
-            self._give(position.next, before.conditions)
+            (conditions,) = (after for kept, after in self._kept if kept.block == need - 1)
+            self._give(position.next, conditions)
         self._reconnect(is_lost=is_lost)
         self._send_again(need, first_block, next_is_lost=next_is_lost)
 
@@ -118,7 +87,8 @@ class ResumableStage(StageLoop):
             self._give(peer, given)
         self._states = [model.new_state(step) if given is None else model.restored(step, given) for step in steps]
         self._decoder = model.new_decoder() if position.decodes else None
-        self._kept.begin(self._next, given)
+        self._kept.clear()
+        self._kept.append((BlockEnvelope(sign=BlockSignal.REST, block=self._next - 1), given))  # before it began
         self._finished.clear()
         self._is_new = self._is_half_done = False
         if position.leads:
@@ -140,13 +110,13 @@ class ResumableStage(StageLoop):
                 self._stage_io.put(finished)
         if self._out is None:
             return
-        if next_is_lost and not self._next_has_steps:
-            before = self._kept.before(need)
-            refill = None if before is None else before.envelope
-            if refill is not None:
-                self._out.send(replace(refill, sign=BlockSignal.REFILL, changes=(), lost=()))
-        for envelope in self._kept.since(need):
-            self._out.send(envelope)
+        for kept, _ in self._kept:
+            if kept.sign is BlockSignal.BLOCK and kept.block >= need:
+                self._out.send(kept)
+            elif (
+                kept.sign is BlockSignal.BLOCK and kept.block == need - 1 and next_is_lost and not self._next_has_steps
+            ):
+                self._out.send(replace(kept, sign=BlockSignal.REFILL, changes=(), lost=()))
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         if envelope.sign is BlockSignal.REFILL:
@@ -166,11 +136,8 @@ class ResumableStage(StageLoop):
         done = super()._computed(envelope)
         self._next, self._is_half_done = done.block + 1, False
         if self._position.next is not None and done.sign is BlockSignal.BLOCK:
-            self._kept.add(done, self._conditions())
+            self._kept.append((done, self._model.conditions(self._states[-1]) if self._states else None))
         return done
-
-    def _conditions(self) -> Any:
-        return self._model.conditions(self._states[-1]) if self._states else None
 
     def _put(self, finished: FinishedBlock) -> None:
         self._finished.append(finished)

@@ -17,18 +17,15 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.audio.inputs import AudioSource
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio.track import AudioSource, AudioTrack
 from patchpar.stream.base_session import BaseSession
-from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
+from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock, StreamDelivery, StreamFormat
 from patchpar.stream.driver import OutputBlock, Run, StreamDriver, StreamLimits
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
-from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo
+from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo, load_reference_image
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""

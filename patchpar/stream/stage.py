@@ -1,10 +1,5 @@
 """The loop of one rank in a stream: receive a block, apply its changes, run this rank's steps, send the block on.
 
-    tick           0     1     2     3     4     5
-    rank 0         b0    b1    b2    b3    b4    b5      step 0
-    rank 1               b0    b1    b2    b3    b4      step 1
-    rank 2                     b0    b1    b2    b3      decode
-
 There is no clock, and no collective between stages: a stage waits for its block only (Live Avatar, arXiv:2512.04677,
 section 4.2). Zones of a queue of frames are stages of the same loop, see `fifo.stage`. Where several ranks share a
 stage, its first rank receives the block, forwards it to the others before it computes anything, and sends the result
@@ -21,18 +16,16 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
-from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload, StageModel
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import LostStage
-from patchpar.stream.plan import StagePosition, StageSteps, StreamPlan
+from patchpar.stream.plan import StagePosition, StreamPlan
 from patchpar.stream.stage_link import (
     WHERE,
     BlockEnvelope,
     BlockSignal,
     Downstream,
     Upstream,
-    check_connected,
     connected,
     received,
 )
@@ -196,7 +189,7 @@ class Stage(ABC):
 
 
 class StageLoop(Stage):
-    """Runs rank `rank` of `plan`, whose steps are denoising steps of blocks. Raises PlanError."""
+    """Runs rank `rank` of `plan`, whose steps are denoising steps of blocks."""
 
     _model: CausalModel
 
@@ -210,7 +203,6 @@ class StageLoop(Stage):
         first_block: int = 0,
     ) -> None:
         super().__init__(model, plan, rank, comm, stage_io, first_block)
-        _check(model, plan, self._position.stage, comm)
         self._states = [model.new_state(step) for step in self._position.stage.steps]
         self._decoder = model.new_decoder() if self._position.decodes else None
         self._has_settled = False  # the adaptive sink is there, or there will be none
@@ -280,11 +272,3 @@ class StageLoop(Stage):
         if self._first_sent is not None:
             self._first_sent.wait()
         super()._settle()
-
-
-def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Communicator | None) -> None:
-    if plan.steps != model.steps:
-        raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
-    if stage.steps and plan.inner != model.inner:
-        raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
-    check_connected(plan.ranks, comm)

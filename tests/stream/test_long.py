@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchpar.stream.delivery import StreamFormat
-from patchpar.stream.fifo.stage import FifoStage, fifo_plan
+from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from tests.breadth import first_of
@@ -64,7 +64,7 @@ def talk(put: Callable[[FinishedBlock], object]) -> None:
 
 def queue(put: Callable[[FinishedBlock], object]) -> None:
     around = StageIO(order=script(blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
-    FifoStage(model(), fifo_plan(QUEUE.zones, 1), 0, None, around).run()
+    FifoStage(model(), StreamPlan.even(QUEUE.zones, 1), 0, None, around).run()
 
 
 @pytest.mark.breadth

@@ -184,14 +184,7 @@ def test_a_stage_that_is_late_is_noticed_within_the_deadline() -> None:
     assert "0.3 s" in str(error)
 
 
-def test_what_cannot_be_run() -> None:
-    around = StageIO(order=lambda *_: StageOrder(sign=BlockSignal.END), put=print, is_cancelled=lambda: False)
+def test_texts_of_different_lengths_cannot_be_blended() -> None:
     model = stream(2)
-    with pytest.raises(PlanError, match="3 steps, but the model has 2"):
-        StageLoop(model, StreamPlan.even(3, 1), 0, None, around)
-    with pytest.raises(PlanError, match="2 ranks for each step, but the model was made for 1"):
-        StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
-    with pytest.raises(PlanError, match="no communicator to the others"):
-        StageLoop(model, StreamPlan.even(2, 2), 0, None, around)
     with pytest.raises(PlanError, match="cannot be blended"):
         model.apply(model.new_state(0), Prompt(text=text(1)[:, :2], transition="blend", over=1))

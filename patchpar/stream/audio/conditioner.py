@@ -79,11 +79,11 @@ class AudioConfig:
 
     @property
     def before(self) -> int:
-        """See AudioInputs."""
+        """Image frames before a block whose samples it needs."""
         return self.tokens - 1
 
     def shape(self, frames: int) -> tuple[int, ...]:
-        """See AudioInputs."""
+        """Return the shape of the inputs of a block of `frames` latent frames."""
         return 1, frames, self.tokens, self.levels
 
     def inputs(self, samples_N: Tensor, images: range, latents: range) -> Tensor:

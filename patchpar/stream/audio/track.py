@@ -4,15 +4,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.speech.config import SpeechConfig
 from patchpar.plan.scalars import is_number, plain
-from patchpar.stream.audio.inputs import AudioInputs
+from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.resample import Resampler
 
+AudioInputs = AudioConfig | SpeechConfig
+"""How much audio a block of a model needs, and what the model makes of it."""
 MARGIN = 0.2  # s; pushes that are late by less leave no gap
 
 
@@ -62,6 +66,24 @@ class SampleBuffer:
         if self._pieces and number < self.end:
             self._pieces[-1] = self._pieces[-1][: number - self.end]
             self.end = number
+
+
+class AudioSource(Protocol):
+    """The source of a stream's audio; all of it is there, unless a source says otherwise."""
+
+    def is_here(self, block: int) -> bool:
+        """Whether all audio that block `block` needs is available."""
+        return True
+
+    def seconds_until_silence(self, block: int) -> float | None:
+        """How long a block waits for its audio until silence takes its place; None for ever."""
+        return None
+
+    def is_over(self, block: int) -> bool:
+        """Whether the audio ends before this block begins."""
+
+    def take(self, block: int) -> tuple[Tensor, Tensor]:
+        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""
 
 
 class KeepAlive:

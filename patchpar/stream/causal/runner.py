@@ -22,13 +22,12 @@ from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.causal_wan import CausalWan, Hearing
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
-from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.events import Change, Prompt, Reference
+from patchpar.stream.config import CausalOptions
+from patchpar.stream.events import Change, Prompt, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps

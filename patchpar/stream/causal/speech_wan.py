@@ -23,7 +23,7 @@ from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPas
 from patchpar.stream.causal.causal_wan import BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 
 REFERENCE_TIME = 30
 """The reference's place in training, in latent frames after the first one of a video."""

@@ -19,10 +19,9 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.conditions import PromptBlend, StepConditions
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference
+from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 
