@@ -25,10 +25,10 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
@@ -77,8 +77,8 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
     """When this rank began, and when blocks came out, by time.time."""
     out: list[float] = []
 
-    def order(block: int, patience: float) -> StageOrder:
-        return StageOrder(sign=BlockSignal.BLOCK if block < blocks else BlockSignal.END)
+    def order(block: int, patience: float) -> Order:
+        return BeginBlock(inputs=(), updates=()) if block < blocks else EndStream()
 
     def put(finished: FinishedBlock) -> None:
         out.append(time.time())

@@ -35,9 +35,9 @@ from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.delivery import Chunk
+from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.simulate import StreamCosts
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
 
 FRAMES = 12
 PIECE = 0.0125
@@ -74,11 +74,11 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
     out: list[float] = []
     begin = time.time() + HEAD_START
 
-    def order(block: int, patience: float) -> StageOrder:
+    def order(block: int, patience: float) -> Order:
         if block == blocks:
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         time.sleep(max(0.0, begin + (block + 1) * costs.source - time.time()))
-        return StageOrder(sign=BlockSignal.BLOCK)
+        return BeginBlock(inputs=(), updates=())
 
     def put(finished: FinishedBlock) -> None:
         out.append(time.time())

@@ -6,7 +6,7 @@ which they arrive.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,8 +23,6 @@ PARAMETERS = ("audio_scale",)
 MAX_VALUE = 1e4
 """Of a parameter: beyond it a model in half precision has no numbers left."""
 TRANSITIONS: tuple[str, ...] = get_args(Transition)
-TENSORS = ("text", "sink", "video", "masks")
-"""Fields of StepConditions that are tensors, or None."""
 
 
 def check_transition(transition: str, over: int) -> None:
@@ -138,8 +136,8 @@ class StepConditions:
 
     def each(self, move: Callable[[Tensor], Tensor]) -> "StepConditions":
         """Return the same with `move` of every tensor."""
-        blend = self.blending
-        moved: dict[str, Any] = {name: move(x) for name in TENSORS if (x := getattr(self, name)) is not None}
+        blend, known = self.blending, {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: move(x) for name, x in known.items() if isinstance(x, Tensor)}
         if blend is not None:
             moved["blending"] = replace(blend, start=move(blend.start), end=move(blend.end))
         return replace(self, **moved)

@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
 from patchpar.stream.causal_model import CausalModel, Payload, StageModel
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.messages import LostStage
+from patchpar.stream.messages import BeginBlock, EndStream, LostStage, Update
 from patchpar.stream.plan import StagePosition, StreamPlan
 from patchpar.stream.stage_link import (
     WHERE,
@@ -30,19 +31,8 @@ from patchpar.stream.stage_link import (
     received,
 )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOrder:
-    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream.
-
-    `frames`, `pose`: see BeginBlock.
-    """
-
-    sign: BlockSignal
-    inputs: Payload = ()
-    changes: tuple[Change, ...] = ()
-    frames: Tensor | None = None
-    pose: Tensor | None = None
+Order = BeginBlock | EndStream | None
+"""What the first stage is to do: begin a block, whose `updates` are Changes by now, end the stream, or rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +55,7 @@ class StageIO:
     stage goes on without its state, before it takes an order.
     """
 
-    order: Callable[[int, float], StageOrder]
+    order: Callable[[int, float], Order]
     put: Callable[[FinishedBlock], object]
     is_cancelled: Callable[[], bool]
     lost: Callable[[LostStage], object] = lambda lost: None
@@ -138,28 +128,29 @@ class Stage(ABC):
     def _enter(self) -> BlockEnvelope:
         """On the first rank: the next message, by the next order."""
         order = self._order()
-        if order.sign is not BlockSignal.BLOCK:
-            return BlockEnvelope(sign=order.sign)
+        if not isinstance(order, BeginBlock):
+            return BlockEnvelope(sign=BlockSignal.REST if order is None else BlockSignal.END)
         block, born = self._block, time.time_ns()
         self._block += 1
         changes, payload = self._begin(block, order)
-        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
+        known = cast(tuple[Change, ...], changes)
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=known, payload=payload)
 
-    def _order(self) -> StageOrder:
+    def _order(self) -> Order:
         """The next order, waited for up to a quarter of the deadline; none is taken after the last one."""
         if self._stage_io.is_cancelled():
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         if self._left is None:
             order = self._stage_io.order(self._block, 1.0 if self._comm is None else self._comm.transport.deadline / 4)
-            if order.sign is not BlockSignal.END:
+            if not isinstance(order, EndStream):
                 return order
             self._left = self._drain if self._block > self._first_block else 0
         self._left -= 1
-        return StageOrder(sign=BlockSignal.END if self._left < 0 else BlockSignal.BLOCK)
+        return EndStream() if self._left < 0 else BeginBlock(inputs=(), updates=())
 
-    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
+    def _begin(self, block: int, order: BeginBlock) -> tuple[tuple[Update, ...], Payload]:
         """Changes and payload with which a block enters."""
-        return order.changes, self._model.begin(block, order.inputs)
+        return order.updates, self._model.begin(block, order.inputs)
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
@@ -210,8 +201,8 @@ class StageLoop(Stage):
         self._first: Payload | None = None
         self._first_sent: Work[Messages] | None = None
 
-    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
-        changes = (*self._adaptive_sink(block), *order.changes)
+    def _begin(self, block: int, order: BeginBlock) -> tuple[tuple[Update, ...], Payload]:
+        changes = (*self._adaptive_sink(block), *order.updates)
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         payload = self._model.begin(block, order.inputs)
         if order.frames is not None:

@@ -15,9 +15,9 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder, StageStats
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop, StageStats
 from tests.stream.tiny import speech
 from tests.unit.threads import on_threads
 
@@ -63,14 +63,14 @@ class Script:
     hears: Hears = True
     rests: dict[int, int] = field(default_factory=dict)
 
-    def order(self, block: int, patience: float) -> StageOrder:
+    def order(self, block: int, patience: float) -> Order:
         if self.rests.get(block, 0):
             self.rests[block] -= 1
-            return StageOrder(sign=BlockSignal.REST)
+            return None
         if block == self.blocks:
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         inputs = inputs_of(self.hears, block)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
+        return BeginBlock(inputs=inputs, updates=self.changes.get(block, ()))
 
 
 class Uneven:

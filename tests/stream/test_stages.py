@@ -12,9 +12,9 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
 from tests.stream.tiny import sink, speech, stream, text
@@ -140,9 +140,8 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
     plan, cancelled, credit = StreamPlan.even(2, 3), threading.Event(), threading.Semaphore(6)
     models, decoded = {rank: stream(2) for rank in range(3)}, []
 
-    def order(block: int, patience: float) -> StageOrder:
-        sign = BlockSignal.BLOCK if credit.acquire(timeout=0.05) else BlockSignal.REST
-        return StageOrder(sign=sign, inputs=(speech(block),))
+    def order(block: int, patience: float) -> Order:
+        return BeginBlock(inputs=(speech(block),), updates=()) if credit.acquire(timeout=0.05) else None
 
     def put(finished: FinishedBlock) -> None:
         decoded.append(finished.block)

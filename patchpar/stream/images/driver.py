@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, get_args
 
 from patchpar.errors import LaunchError, PlanError
@@ -75,8 +76,7 @@ class ImageDriver(RankDriver):
         super().__init__(options.ranks, options.ranks + options.lead)
         self._run, self._options, self._deliver = run, options, deliver
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
-        self._pushed: dict[int, float] = {}
-        self._due: deque[int] = deque()  # requested numbers, in the order of delivery
+        self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
         self._sends: dict[int, Callable[[Any], None]] = {}  # of the ranks that take requests
         self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
@@ -183,8 +183,8 @@ class ImageDriver(RankDriver):
                 self._deaths[rank] = 0
                 self._note_recovery()
                 self._generated[event.number] = event.image
-                while self._due and self._due[0] in self._generated:
-                    self._release(self._due.popleft())
+                for number in [*takewhile(self._generated.__contains__, self._pushed)]:
+                    self._release(number)
                 self._order()
                 self.changed.notify_all()
 
@@ -202,7 +202,6 @@ class ImageDriver(RankDriver):
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
             number, arguments = self._waiting.popleft()
-            self._due.append(number)
             self._request(rank, ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
             self.changed.notify_all()
         has_work = self._waiting or self._left_over or any(self._todo.values())
