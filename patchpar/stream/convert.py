@@ -88,11 +88,11 @@ def convert_checkpoint(
     weights = tensors_of(source, entries, entry)
     path, _ = local_folder(base or found.base, {}, besides=LOADED_BY_US, unread=(HIGH_NOISE,))
     config = None if found.stream is None else StreamConfig.of(found.stream)
-    read = _networks(weights, path, source if source.is_dir() else source.parent, found, config)
+    networks = _networks(weights, path, source if source.is_dir() else source.parent, found, config)
     num_merged = 0
     if merged is not None:
-        num_merged = merge_lora(read.transformer, replace(merged, alpha=found.lora_alpha), read.speech)
-    _write(path, target, read, found.stream)
+        num_merged = merge_lora(networks[0], replace(merged, alpha=found.lora_alpha), networks[1])
+    _write(path, target, networks, found.stream)
     return ConvertedModel(
         folder=target,
         family=name,
@@ -105,38 +105,32 @@ def convert_checkpoint(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointNetworks:
-    """The networks of a checkpoint. `wav2vec2`: the folder of the network that is beside it."""
-
-    transformer: WanTransformer3DModel
-    speech: SpeechParts | None = None
-    wav2vec2: Path | None = None
+Networks = tuple[WanTransformer3DModel, SpeechParts | None, Path | None]
+"""Of a checkpoint: its transformer, its other parts, and the folder of wav2vec2, which is beside it."""
 
 
 def _networks(
     weights: Mapping[str, Tensor], base: Path, beside: Path, family: StreamFamily, config: StreamConfig | None
-) -> CheckpointNetworks:
+) -> Networks:
     """Raises PlanError, UnsupportedModel."""
     if not family.hears_speech or config is None:
-        return CheckpointNetworks(transformer=transformer_of(base, HIGH_NOISE, as_diffusers(weights)))
+        return transformer_of(base, HIGH_NOISE, as_diffusers(weights)), None, None
     of_transformer, others = _split_speech(weights)
     transformer = transformer_of(base, HIGH_NOISE, as_diffusers(of_transformer))
-    speech = _speech_parts(others, transformer, beside, config.fps)
-    return CheckpointNetworks(transformer=transformer, speech=speech, wav2vec2=_wav2vec2_of(beside))
+    return transformer, _speech_parts(others, transformer, beside, config.fps), _wav2vec2_of(beside)
 
 
-def _write(base: Path, target: Path, read: CheckpointNetworks, stream: Mapping[str, Any] | None) -> None:
+def _write(base: Path, target: Path, networks: Networks, stream: Mapping[str, Any] | None) -> None:
     """Write the folder under another name first, so that one that is there is whole. Raises PlanError."""
-    partial = target.with_name(f".{target.name}.partial")
+    (transformer, speech, wav2vec2), partial = networks, target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(base, partial, copy_function=_link_or_copy, ignore=_other_weights(base))
-        read.transformer.save_pretrained(partial / HIGH_NOISE, safe_serialization=True)
-        if read.speech is not None:
-            read.speech.save(partial / HIGH_NOISE)
-        if read.wav2vec2 is not None:
-            _copy_wav2vec2(read.wav2vec2, partial / SPEECH_FOLDER)
+        transformer.save_pretrained(partial / HIGH_NOISE, safe_serialization=True)
+        if speech is not None:
+            speech.save(partial / HIGH_NOISE)
+        if wav2vec2 is not None:
+            _copy_wav2vec2(wav2vec2, partial / SPEECH_FOLDER)
         if stream is not None:
             (partial / CONFIG).write_text(json.dumps(stream, indent=1) + "\n")
         partial.rename(target)

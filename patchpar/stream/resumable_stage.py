@@ -39,9 +39,7 @@ class ResumableStage(StageLoop):
         super().__init__(model, plan, rank, comm, stage_io, run.first_block)
         self._is_new, self._is_half_done = run.continues, False
         self._lost, self._next = run.lost, run.first_block
-        self._kept = deque[tuple[BlockEnvelope, Any]](
-            maxlen=run.keep
-        )  # blocks that have left, and conditions after each
+        self._kept = deque[tuple[BlockEnvelope, Any]](maxlen=run.keep)  # what has left, and the conditions after it
         self._finished = deque[FinishedBlock](maxlen=run.keep)
         self._decoded: Payload = ()
         self._loss: LostStage | None = None  # to be reported with the next block
@@ -110,12 +108,11 @@ class ResumableStage(StageLoop):
                 self._stage_io.put(finished)
         if self._out is None:
             return
-        for kept, _ in self._kept:
-            if kept.sign is BlockSignal.BLOCK and kept.block >= need:
+        refills = next_is_lost and not self._next_has_steps
+        for kept in (envelope for envelope, _ in self._kept if envelope.sign is BlockSignal.BLOCK):
+            if kept.block >= need:
                 self._out.send(kept)
-            elif (
-                kept.sign is BlockSignal.BLOCK and kept.block == need - 1 and next_is_lost and not self._next_has_steps
-            ):
+            elif refills and kept.block == need - 1:
                 self._out.send(replace(kept, sign=BlockSignal.REFILL, changes=(), lost=()))
 
     def _handle(self, envelope: BlockEnvelope) -> None:

@@ -10,10 +10,9 @@ import av
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.audio_file import AudioFile, read_audio
+from patchpar.stream.audio.audio_file import read_audio
 
 
 def tone(rate: int, seconds: float, hertz: float = 220.0) -> np.ndarray:
@@ -29,19 +28,15 @@ def write_wav(path: Path, samples: np.ndarray, rate: int, channels: int = 1) -> 
     return path
 
 
-def whole(audio: AudioFile) -> Tensor:
-    return torch.cat([*audio.pieces()])
-
-
 @pytest.mark.parametrize(("rate", "channels"), [(16000, 1), (44100, 2), (7000, 3)])
 def test_any_rate_and_channels(rate: int, channels: int, tmp_path: Path) -> None:
     found = read_audio(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate, channels), 16000)
     assert found.rate == 16000
-    assert abs(len(whole(found)) - 16000) < 40
-    wanted = tone(16000, 1.0)[: len(whole(found))]
-    assert np.abs(whole(found).numpy()[100:15900] - wanted[100:15900]).mean() < 0.02
+    assert abs(len(found.samples) - 16000) < 40
+    wanted = tone(16000, 1.0)[: len(found.samples)]
+    assert np.abs(found.samples.numpy()[100:15900] - wanted[100:15900]).mean() < 0.02
     plural = "s" if channels > 1 else ""
-    assert found.facts == f"pcm_s16le, {rate} samples/s, {channels} channel{plural}, {len(whole(found)) / 16000:.1f} s"
+    assert found.facts == f"pcm_s16le, {rate} samples/s, {channels} channel{plural}, {len(found.samples) / 16000:.1f} s"
 
 
 def test_files_without_audio(tmp_path: Path) -> None:
@@ -69,7 +64,7 @@ def test_a_file_is_played_in_pieces(tmp_path: Path) -> None:
     next(begun)
     pieces = list(of_bytes.pieces())
     assert max(map(len, pieces)) < 16000 / 4
-    assert torch.equal(torch.cat(pieces), whole(found))
+    assert torch.equal(torch.cat(pieces), found.samples)
     assert found.facts == of_bytes.facts
     path.write_bytes(b"no sound any more")
     with pytest.raises(PlanError, match=r"a.wav \(pcm_s16le, .* cannot be read as audio"):
@@ -80,7 +75,7 @@ def test_a_file_is_played_in_pieces(tmp_path: Path) -> None:
 
 def test_no_more_is_decoded_than_may_be_there(tmp_path: Path) -> None:
     path = write_wav(tmp_path / "long.wav", tone(8000, 1.0), 8000)
-    assert len(whole(read_audio(path, 8000, most=1.0))) == 8000
+    assert len(read_audio(path, 8000, most=1.0).samples) == 8000
     with pytest.raises(PlanError, match=r"long.wav .* is longer than 0.5 s: cut it there"):
         read_audio(path, 8000, most=0.5)
 
@@ -125,7 +120,7 @@ def test_files_put_one_behind_another(rate: int, layout: str, tmp_path: Path) ->
     parts = [adts(tmp_path / "1.aac", 44100, "mono", 220.0), adts(tmp_path / "2.aac", rate, layout, 440.0)]
     path = tmp_path / "a.aac"
     path.write_bytes(b"".join(part.read_bytes() for part in parts))
-    samples = whole(read_audio(path, 16000)).numpy()
+    samples = read_audio(path, 16000).samples.numpy()
     assert len(samples) == pytest.approx(32000, abs=2200)  # encoders round up
     for first, hertz in ((2000, 220), (18000, 440)):
         crossings = np.abs(np.diff(np.sign(samples[first : first + 8000]))).sum() / 2

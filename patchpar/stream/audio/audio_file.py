@@ -43,6 +43,11 @@ class AudioFile:
         """Yield its mono samples [N] between -1 and 1, one after another. Raises PlanError."""
         return _pieces(self.source, self.name, self.rate, math.inf)
 
+    @property
+    def samples(self) -> Tensor:
+        """All its samples [N]. Raises PlanError."""
+        return torch.cat(list(self.pieces()))
+
 
 def read_audio(source: Path | bytes, rate: int, *, most: float = math.inf, name: str = "") -> AudioFile:
     """Open the first audio track of a file, or of the bytes of one, at `rate` samples per second.

@@ -34,6 +34,7 @@ from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.resumable_stage import ResumableStage
 from patchpar.stream.stage import StageStats
+from patchpar.stream.stage_link import connected
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,
@@ -66,7 +67,9 @@ class StreamRunner(StageRunner):
         self._to_device(pipe.vae, pipe.text_encoder, *loaded)
         transformers = loaded or [pipe.transformer]
         check_inner(plan.inner, heads=transformers[0].config.num_attention_heads)
-        group = self._step_group(stage.ranks) if len(stage.ranks) > 1 else None
+        ranks, group = stage.ranks, None
+        if len(ranks) > 1:
+            group = StepGroup(connected(self._comm), Axis("inner", ranks.index(rank), len(ranks), tuple(ranks)))
         if audio is not None:
             audio.to(self._device if loaded else None, transformers[0].dtype)
         self._networks = [network_of(transformer.eval(), config.blocks, audio, group) for transformer in transformers]
@@ -76,12 +79,6 @@ class StreamRunner(StageRunner):
     def _links(self) -> DeviceLinks:
         links, finisher = super()._links(), self._plan.finisher  # sends the first block back, for the adaptive sink
         return replace(links, pairs=(*links.pairs, (finisher, 0))) if finisher else links
-
-    def _step_group(self, ranks: range) -> StepGroup:
-        """The ranks of this rank's stage."""
-        assert self._comm is not None, "several ranks have a communicator"
-        axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
-        return StepGroup(self._comm, axis)
 
     def _audio_of(self, folder: Path, *, has_steps: bool) -> Hearing | None:
         """What the model hears with, on the CPU; without weights on a rank that only decodes.
