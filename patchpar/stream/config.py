@@ -106,7 +106,6 @@ class StreamConfig:
 
     @property
     def schedule(self) -> FlowSchedule:
-        """The noise levels and the sampler."""
         return FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
 
     @property

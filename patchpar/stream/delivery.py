@@ -58,11 +58,9 @@ class StreamFormat:
     per_latent: int
 
     def first_frame(self, block: int) -> int:
-        """Return the number of a block's first frame."""
         return first_frame_number(block * self.frames, self.per_latent)
 
     def frames_of(self, block: int) -> int:
-        """Return the number of a block's frames."""
         return self.first_frame(block + 1) - self.first_frame(block)
 
     def seconds(self, block: int) -> float:

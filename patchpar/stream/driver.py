@@ -272,7 +272,6 @@ class StreamDriver(RankDriver):
         return is_last or any(source.is_over(block) for source in sources)
 
     def _resumed(self, error: Exception) -> StreamRun | None:
-        """The run to resume with; None if the stream ends here."""
         if self.status == "cancelled" or not isinstance(error, LOST) or not self._restarts.take():
             self._end(error)
             return None

@@ -110,7 +110,6 @@ class PromptBlend:
 
     @property
     def is_done(self) -> bool:
-        """Whether all blocks have been computed."""
         return self.done == self.over
 
     @property

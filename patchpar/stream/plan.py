@@ -81,7 +81,6 @@ class StreamPlan:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.sizes) * self.inner + (self.decode == "own")
 
     @property
@@ -107,7 +106,6 @@ class StreamPlan:
 
     @property
     def decoder(self) -> int:
-        """The rank that decodes."""
         return self.stages[-1].ranks[0]
 
     @property
@@ -169,12 +167,10 @@ class StagePosition:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks share the stage."""
         return len(self.stage.ranks) > 1
 
     @property
     def decodes(self) -> bool:
-        """Whether this rank decodes."""
         return self.leads and self.stage.decodes
 
 

@@ -168,7 +168,6 @@ class Stage(ABC):
         """Work on a block, and `_send` it. One that is VOID is not computed."""
 
     def _send(self, envelope: BlockEnvelope) -> None:
-        """Send a message to the next stage, if there is one."""
         if self._out is not None:
             self._out.send(envelope)
 

@@ -45,7 +45,6 @@ class BlockSignal(enum.IntEnum):
 
     @property
     def is_block(self) -> bool:
-        """Whether the message carries a block."""
         return self in (BlockSignal.BLOCK, BlockSignal.VOID, BlockSignal.REFILL)
 
 

@@ -94,13 +94,11 @@ class LiveVideo:
         self._frames_of, self._waiting = frames_of, deque[Tensor]()
 
     def push(self, frame: Tensor) -> None:
-        """Append the next frame [height, width, 3] in uint8."""
         self._waiting.append(frame)
         while len(self._waiting) > self._frames_of(1) + 1:  # the first block is no larger than the others
             self._waiting.popleft()
 
     def is_here(self, block: int) -> bool:
-        """Whether all frames of this block have been pushed."""
         return len(self._waiting) >= self._frames_of(block)
 
     def is_over(self, block: int) -> bool:
@@ -108,7 +106,6 @@ class LiveVideo:
         return False
 
     def take(self, block: int) -> Tensor:
-        """Return the frames [F, height, width, 3] of a block, in uint8."""
         return torch.stack([self._waiting.popleft() for _ in range(self._frames_of(block))])
 
 

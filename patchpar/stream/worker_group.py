@@ -116,7 +116,6 @@ class WorkerGroup:
                     raise
 
     def _counting_deaths(self, on_event: OnEvent) -> OnEvent:
-        """A finished block resets the count of deaths."""
 
         def receive(rank: int, event: Any) -> None:
             if isinstance(event, ProducedBlock):

@@ -106,7 +106,6 @@ class CausalWan:
 
     @property
     def _heads(self) -> int:
-        """Attention heads of this rank."""
         heads: int = self.transformer.config.num_attention_heads
         return heads if self.inner is None else len(self.inner.heads(heads).query)
 

@@ -46,7 +46,6 @@ class CleanHistoryStream(WanStream):
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
-        """Denoise a block, and store the keys and values of the result."""
         self._blend(state)
         state.memory.advance()
         finished = self._denoised(state, block, payload, position=block)

@@ -38,7 +38,6 @@ class WanDecoder:
         return int(self.vae.config.scale_factor_temporal)
 
     def new_state(self) -> DecoderState:
-        """Return the empty state of a new video."""
         return DecoderState()
 
     def finish(self, state: DecoderState) -> Tensor:

@@ -24,7 +24,6 @@ class PatchGrid:
 
     @property
     def tokens(self) -> int:
-        """Tokens per frame."""
         return self.rows * self.columns
 
 

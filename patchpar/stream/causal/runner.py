@@ -127,7 +127,6 @@ class StreamRunner(StageRunner):
 
     @property
     def _is_conditioned(self) -> bool:
-        """Whether the transformer takes an image in its channels."""
         config = self._networks[0].transformer.config
         return bool(config.in_channels > config.out_channels)
 
@@ -140,7 +139,6 @@ class StreamRunner(StageRunner):
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
-        """Encode the text or image of an update."""
         if isinstance(update, PromptUpdate):
             text, _ = self._pipe.encode_prompt(
                 update.text,

@@ -105,7 +105,6 @@ class WanStream(CausalModel):
 
     @torch.no_grad()
     def restored(self, step: int, conditions: StepConditions) -> StepState:
-        """See CausalModel."""
         state = self._kind(
             step=step,
             memory=self._of(step).memory(self._run.rows, self._run.columns),
@@ -116,7 +115,6 @@ class WanStream(CausalModel):
         return state
 
     def _of(self, step: int) -> CausalWan:
-        """The transformer of a step."""
         low = self._low_noise
         return self._network if low is None or step < low.start else low.network
 
@@ -196,7 +194,6 @@ class WanStream(CausalModel):
             state.now = replace(state.now, text=blend.text, blending=None if blend.is_done else blend)
 
     def _noise(self, block: int, step: int) -> Tensor | None:
-        """The noise that is added at the end of a denoising step, if any."""
         if not self._schedule.needs_noise(step):
             return None
         return to_device(keyed_noise(self._run.seed, block, step + 1, self._latents.shape), self._device)

@@ -70,12 +70,10 @@ class FrameNetwork(ABC):
 
     @property
     def channels(self) -> int:
-        """Channels of the latents."""
         return int(self._transformer.config.in_channels)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self._transformer.device
 
     @abstractmethod

@@ -173,7 +173,6 @@ class FifoStage(Stage):
         self._exit = FrameExit(model, stage_io) if stage.decodes else None
 
     def _work(self, envelope: BlockEnvelope) -> None:
-        """One tick."""
         (entering,), queue, first = envelope.payload, self._queue, self._model.first_frame
         is_tick = envelope.block >= first + self._model.queue.window  # earlier frames are those of the first video
         leaving = queue.first if queue is not None and is_tick else entering

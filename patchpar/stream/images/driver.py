@@ -89,12 +89,10 @@ class ImageDriver(RankDriver):
 
     @property
     def takes_more(self) -> bool:
-        """Whether images can be pushed."""
         return not self._is_stopping and not self.is_over
 
     @property
     def has_waiting(self) -> bool:
-        """Whether an image waits for credit."""
         return bool(self._waiting)
 
     def push(self, arguments: Mapping[str, Any]) -> int:

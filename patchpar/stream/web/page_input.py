@@ -56,7 +56,6 @@ class PageInput(Generic[T]):
             self._changed.notify()
 
     def close(self) -> None:
-        """End the pieces."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()

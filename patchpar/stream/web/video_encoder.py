@@ -64,7 +64,6 @@ class VideoWriter:
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Write the remaining packets and finish the container."""
         for packet in self._encoder.rest():
             self._container.mux(packet)
         self._container.close()
