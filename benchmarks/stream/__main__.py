@@ -25,14 +25,16 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.messages import BeginBlock, EndStream
+from patchpar.stream.messages import BeginBlock, EndStream, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
-from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
 FRAMES = 12
+RUN = StreamRun(ranks=1, seed=0, rows=90, columns=50, first_block=0, adapt_sink=True)
 IMAGE_STEPS = 4
 IMAGE_RANKS = (1, 2, 4)
 
@@ -57,6 +59,9 @@ class Sleeper:
 
     def apply(self, state: int, change: Change) -> None:
         pass
+
+    def conditions(self, state: int) -> None:
+        return None
 
     def step(self, state: int, block: int, payload: Payload) -> Payload:
         time.sleep(self.costs.step)
@@ -84,7 +89,7 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around)
+    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around, RUN)
     start = time.time()
     loop.run()
     return start, out

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.page import publish
-from benchmarks.stream.__main__ import Sleeper
+from benchmarks.stream.__main__ import RUN, Sleeper
 from benchmarks.stream.budget import OnsetBudget, onset
 from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
@@ -37,7 +37,8 @@ from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.simulate import StreamCosts
-from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 
 FRAMES = 12
 PIECE = 0.0125
@@ -84,7 +85,7 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around).run()
+    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around, RUN).run()
     return begin, out
 
 

@@ -17,8 +17,9 @@ from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop, StageStats
-from tests.stream.tiny import speech
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
+from patchpar.stream.stage_loop import StageLoop
+from tests.stream.tiny import run_of, speech
 from tests.unit.threads import on_threads
 
 BLOCKS = 6
@@ -101,7 +102,7 @@ def stage(
     model: Any = models[transport.rank]
     if uneven:
         model = Uneven(model, uneven, transport.rank)
-    loop = StageLoop(model, plan, transport.rank, Communicator(transport), around)
+    loop = StageLoop(model, plan, transport.rank, Communicator(transport), around, run_of())
     return outcome, loop.run()
 
 

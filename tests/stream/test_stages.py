@@ -14,10 +14,11 @@ from patchpar.errors import ExchangeError, PlanError
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageLoop
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
-from tests.stream.tiny import sink, speech, stream, text
+from tests.stream.tiny import run_of, sink, speech, stream, text
 from tests.unit.threads import on_threads
 
 EVERYTHING: dict[int, tuple[Change, ...]] = {
@@ -149,7 +150,7 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
 
     def twice(transport: Any) -> Any:
         around = StageIO(order=order, put=put, is_cancelled=cancelled.is_set)
-        StageLoop(models[transport.rank], plan, transport.rank, Communicator(transport), around).run()
+        StageLoop(models[transport.rank], plan, transport.rank, Communicator(transport), around, run_of()).run()
         return stage(transport, models, plan, Script(EVERYTHING))[0]
 
     *_, outcome = on_threads(3, twice, deadline=60.0)

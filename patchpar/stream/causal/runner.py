@@ -32,9 +32,9 @@ from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, 
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
-from patchpar.stream.resumable_stage import ResumableStage
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected
+from patchpar.stream.stage_loop import StageLoop
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,
@@ -49,7 +49,7 @@ TRAINING_CHUNKS = 20
 class StreamRunner(StageRunner):
     """One rank of a block-causal stream."""
 
-    _stage: ResumableStage | None = None
+    _stage: StageLoop | None = None
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         config, plan, rank = self._config, self._plan, self._context.rank
@@ -116,7 +116,7 @@ class StreamRunner(StageRunner):
             self._stage = None  # frees its memory before the next one is made
         if self._stage is None:
             rank, comm = self._context.rank, self._comm
-            self._stage = ResumableStage(self._model(run), self._plan, rank, comm, stage_io, run)
+            self._stage = StageLoop(self._model(run), self._plan, rank, comm, stage_io, run)
         if run.continues:
             self._stage.go_on(stage_io, run.first_block)
         return self._stage.run()

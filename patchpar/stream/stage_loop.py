@@ -1,6 +1,9 @@
-"""`ResumableStage`: a StageLoop that goes on when another rank has died, with the state that it has.
+"""`StageLoop`: the stage of a block-causal model. It goes on when another rank has died, with the state that it has.
 
-What each stage keeps of its blocks, and what they send one another:
+The first finished block goes back to rank 0, which makes the adaptive sink from it: a change like any other, with the
+block that enters after block 0 has left the last step, so that no stage waits for it.
+
+What each stage keeps of its blocks, and what they send one another after a death:
 
     need          stage k+1 -> k     the next block that it takes, and whether its state is lost
     conditions    stage k -> k+1     if that is so: prompt, sink and so on, as they were after the block before
@@ -15,17 +18,32 @@ from dataclasses import replace
 from typing import Any
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Messages, Work
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.messages import LostStage, StreamRun
+from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import BeginBlock, LostStage, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, connected, received_object, send_object
+from patchpar.stream.stage import FinishedBlock, Stage, StageIO
+from patchpar.stream.stage_link import (
+    WHERE,
+    BlockEnvelope,
+    BlockSignal,
+    connected,
+    received,
+    received_object,
+    send_object,
+)
 
 KIND = "resume"
 
 
-class ResumableStage(StageLoop):
-    """See StageLoop. With a run that `continues`, `go_on` has to be called before it is run."""
+class StageLoop(Stage):
+    """Runs rank `rank` of `plan`, whose steps are denoising steps of blocks.
+
+    With a run that `continues`, `go_on` has to be called before it is run.
+    """
+
+    _model: CausalModel
 
     def __init__(
         self,
@@ -37,12 +55,99 @@ class ResumableStage(StageLoop):
         run: StreamRun,
     ) -> None:
         super().__init__(model, plan, rank, comm, stage_io, run.first_block)
+        self._states = [model.new_state(step) for step in self._position.stage.steps]
+        self._decoder = model.new_decoder() if self._position.decodes else None
+        self._has_settled = False  # the adaptive sink is there, or there will be none
+        self._has_reference = False
+        self._first: Payload | None = None
+        self._first_sent: Work[Messages] | None = None
         self._is_new, self._is_half_done = run.continues, False
         self._lost, self._next = run.lost, run.first_block
         self._kept = deque[tuple[BlockEnvelope, Any]](maxlen=run.keep)  # what has left, and the conditions after it
         self._finished = deque[FinishedBlock](maxlen=run.keep)
         self._decoded: Payload = ()
         self._loss: LostStage | None = None  # to be reported with the next block
+
+    def _begin(self, block: int, order: BeginBlock) -> tuple[tuple[Update, ...], Payload]:
+        changes = (*self._adaptive_sink(block), *order.updates)
+        self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
+        payload = self._model.begin(block, order.inputs)
+        if order.frames is not None:
+            payload = self._model.noised(block, payload, order.frames)
+        if order.pose is not None:
+            payload = self._model.posed(payload, order.pose)
+        return changes, payload
+
+    def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
+        """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
+        is_due = block == self._first_block + self._model.steps and not self._has_settled
+        if not is_due or not self._model.adapts_sink:
+            return ()
+        first = self._fetch_first()
+        return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
+
+    def _fetch_first(self) -> Payload | None:
+        """The first finished block on rank 0, received only now: a stream that ends before it leaves nothing behind."""
+        is_here = self._first is not None or self._position.makes_first or self._has_settled
+        if self._rank == 0 and self._model.adapts_sink and not is_here:
+            self._first = received(connected(self._comm), "first", self._plan.finisher, self._model.payload())
+        return self._first
+
+    def _handle(self, envelope: BlockEnvelope) -> None:
+        if envelope.sign is BlockSignal.REFILL:
+            self._model.decode(self._decoder, envelope.payload)
+            self._decoded = envelope.payload
+            assert self._loss is not None, "only a decoder that was lost is refilled"
+            self._loss = replace(self._loss, refills=True)
+            return
+        if envelope.sign is BlockSignal.BLOCK and self._loss is not None:
+            envelope, self._loss = replace(envelope, lost=(*envelope.lost, self._loss)), None
+        super()._handle(envelope)
+
+    def _work(self, envelope: BlockEnvelope) -> None:
+        self._is_half_done = True
+        if envelope.sign is BlockSignal.BLOCK:
+            self._lose_again(envelope.block)
+        done = self._computed(envelope)
+        self._next, self._is_half_done = done.block + 1, False
+        if self._position.next is not None and done.sign is BlockSignal.BLOCK:
+            self._kept.append((done, self._model.conditions(self._states[-1]) if self._states else None))
+        self._send(done)
+
+    def _computed(self, envelope: BlockEnvelope) -> BlockEnvelope:
+        """A block after the steps of this stage."""
+        payload = envelope.payload
+        is_wanted = envelope.sign is BlockSignal.BLOCK
+        if is_wanted:
+            for state in self._states:
+                for change in envelope.changes:
+                    self._model.apply(state, change)
+                payload = self._model.step(state, envelope.block, payload)
+        if self._position.is_shared and self._comm is not None:
+            self._comm.transport.settle(WHERE)  # what the others have of the step has come, or it is not computed
+        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+            self._send_first(payload)
+        if self._position.decodes and is_wanted:
+            frames = self._model.decode(self._decoder, payload)
+            block, born, lost = envelope.block, envelope.born, envelope.lost
+            finished = FinishedBlock(block=block, frames=frames, latents=payload, born=born, lost=lost)
+            self._finished.append(finished)
+            self._decoded = payload
+            self._stage_io.put(finished)
+        return replace(envelope, payload=payload)
+
+    def _send_first(self, payload: Payload) -> None:
+        if self._rank == 0:
+            self._first = payload
+        else:
+            self._first_sent = connected(self._comm).send("first", WHERE, [0], payload)
+
+    def _settle(self) -> None:
+        if self._block > self._first_block:
+            self._fetch_first()
+        if self._first_sent is not None:
+            self._first_sent.wait()
+        super()._settle()
 
     def go_on(self, stage_io: StageIO, first_block: int) -> None:
         """Prepare to run again after ranks have died. `first_block`: the next that comes out. Raises ExchangeError.
@@ -114,32 +219,6 @@ class ResumableStage(StageLoop):
                 self._out.send(kept)
             elif refills and kept.block == need - 1:
                 self._out.send(replace(kept, sign=BlockSignal.REFILL, changes=(), lost=()))
-
-    def _handle(self, envelope: BlockEnvelope) -> None:
-        if envelope.sign is BlockSignal.REFILL:
-            self._model.decode(self._decoder, envelope.payload)
-            self._decoded = envelope.payload
-            assert self._loss is not None, "only a decoder that was lost is refilled"
-            self._loss = replace(self._loss, refills=True)
-            return
-        if envelope.sign is BlockSignal.BLOCK and self._loss is not None:
-            envelope, self._loss = replace(envelope, lost=(*envelope.lost, self._loss)), None
-        super()._handle(envelope)
-
-    def _computed(self, envelope: BlockEnvelope) -> BlockEnvelope:
-        self._is_half_done = True
-        if envelope.sign is BlockSignal.BLOCK:
-            self._lose_again(envelope.block)
-        done = super()._computed(envelope)
-        self._next, self._is_half_done = done.block + 1, False
-        if self._position.next is not None and done.sign is BlockSignal.BLOCK:
-            self._kept.append((done, self._model.conditions(self._states[-1]) if self._states else None))
-        return done
-
-    def _put(self, finished: FinishedBlock) -> None:
-        self._finished.append(finished)
-        self._decoded = finished.latents
-        super()._put(finished)
 
     def _lose_again(self, block: int) -> None:
         """In a run that is repeated, lose the states that were lost before this block."""
