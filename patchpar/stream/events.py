@@ -1,8 +1,7 @@
 """Changes in the middle of a stream, and their serialization: each is sent with the block from which it holds.
 
 A change passes from rank to rank before its block, so that every denoising step applies it at the same block and the
-pipeline is neither drained nor restarted. The output depends on the seed, the audio and the changes, not on the time at
-which they arrive.
+pipeline is neither drained nor restarted.
 """
 
 from collections.abc import Callable

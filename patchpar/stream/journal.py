@@ -7,9 +7,7 @@ Of the options of from_pretrained it stores the dtype and the variant only, and 
 contains no token and no local path of an option. Only its owner can read the file.
 
 A block line has the inputs of the block (conditions that hold from it on, audio tokens, audio samples in 16 bits),
-states that were lost with a dead worker before it, and a hash of its frames. Audio takes about 30 kB a second, silence
-almost nothing. Beyond `limit` bytes the recording ends with one warning. A truncated file is valid up to its last whole
-line.
+states that were lost with a dead worker before it, and a hash of its frames. See docs/streaming.md.
 """
 
 import base64

@@ -1,10 +1,7 @@
 """`StreamSession`: a video stream as an iterator of chunks, with controls that return when they take effect.
 
-    push_audio, set_prompt, ... ---> driver ---> ranks
-    for chunk in session        <--- [ chunks, at most as many as there is credit ] <--- driver
-
-The credit bounds the queue, so that a slow consumer slows the stream down and memory does not grow; with
-output="drop_oldest" or "skip_to_live" chunks are dropped instead.
+push_audio, set_prompt, ... ---> driver ---> ranks
+for chunk in session        <--- [ chunks, at most as many as there is credit ] <--- driver
 """
 
 import logging

@@ -120,7 +120,7 @@ def heard(block: int) -> Payload:
 def seen(folder: Path, sign: int = 1) -> Reference:
     decoder = WanDecoder(loaded(folder)[1])
     image = sign * IMAGE
-    return Reference(latents=decoder.encode(image), video=decoder.encode_still(image, NUM_FRAMES))
+    return Reference(latents=decoder.encode(image), video=decoder.encode(image, still=NUM_FRAMES - 1))
 
 
 def begun(folder: Path) -> dict[int, tuple[Change, ...]]:

@@ -152,7 +152,7 @@ class StreamRunner(StageRunner):
             image = from_pixels(update.image).to(self._device)
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
-                video = self._decoder.encode_still(image, NUM_FRAMES)
+                video = self._decoder.encode(image, still=NUM_FRAMES - 1)
             masks = None if update.masks is None else self._by_patches(update.masks)
             return Reference(latents=self._decoder.encode(image), video=video, masks=masks)
         return update

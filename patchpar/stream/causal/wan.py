@@ -1,10 +1,7 @@
 """`WanStream`: a Wan-type transformer as a CausalModel, with prompt changes, rolling sink and decoding.
 
-    step of a block    velocity of the block-causal transformer at the noise level of the step, then the flow schedule
-    Prompt             switch, cut, blend or recache, from the next block on
-    Reference          another sink frame; an adaptive sink is the first frame of the first finished block
-
-Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
+A step of a block is the velocity of the block-causal transformer at the noise level of the step, then the flow
+schedule. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
 
 from collections import deque

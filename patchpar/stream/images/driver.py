@@ -3,8 +3,7 @@
 push ---> [ waiting requests ] ---> the rank with the least to do, as soon as there is credit
 deliver  <--- [ reordering ] <--- ranks
 
-Ranks know nothing of one another: each runs in a call of its own. If one dies, its requests go to others, or to it when
-it has been started anew; an image depends on its request only.
+Each rank runs in a call of its own. If one dies, its requests go to others, or to it when it has been started anew.
 """
 
 import logging
