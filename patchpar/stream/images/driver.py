@@ -74,7 +74,7 @@ class ImageDriver(RankDriver):
     ) -> None:
         super().__init__(options.ranks, options.ranks + options.lead)
         self._run, self._options, self._deliver = run, options, deliver
-        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._waiting: deque[ImageRequest] = deque()
         self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
         self._sends: dict[int, Callable[[Any], None]] = {}  # of the ranks that take requests
@@ -97,13 +97,13 @@ class ImageDriver(RankDriver):
     def push(self, arguments: Mapping[str, Any]) -> int:
         """Request one more image; returns its number. With intake "latest" it replaces those that wait."""
         with self.changed:
-            for number, _ in self._waiting:  # none where the intake is "all"
-                del self._pushed[number]
+            for request in self._waiting:  # none where the intake is "all"
+                del self._pushed[request.number]
                 self.replaced += 1
             self._waiting.clear()
             number, self.number = self.number, self.number + 1
             self._pushed[number] = time.perf_counter()
-            self._waiting.append((number, arguments))
+            self._waiting.append(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
             self._order()
             return number
 
@@ -153,16 +153,11 @@ class ImageDriver(RankDriver):
             )
             return False
         if is_given_up or not self._restarts.take():
-            self._fail(error)
+            self._failure = error
+            self._order_cancel()
             return False
         self._todo[rank], self.status = {}, "degraded"
         return True
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
-        self._waiting.clear()
-        self._left_over.clear()
-        self._end_ranks()
 
     def _on_rank(self, rank: int, send: SendToRank) -> None:
         """A rank runs and can receive messages."""
@@ -190,7 +185,7 @@ class ImageDriver(RankDriver):
         self._deliver(ImageResult(number=number, image=self._generated.pop(number), latency=latency))
 
     def _upcoming(self) -> int:
-        return self._waiting[0][0] if self._waiting else self.number
+        return self._waiting[0].number if self._waiting else self.number
 
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
@@ -198,8 +193,7 @@ class ImageDriver(RankDriver):
             self._request(rank, self._left_over.popleft())
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
-            number, arguments = self._waiting.popleft()
-            self._request(rank, ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
+            self._request(rank, self._waiting.popleft())
             self.changed.notify_all()
         has_work = self._waiting or self._left_over or any(self._todo.values())
         if self._is_stopping and not has_work:
