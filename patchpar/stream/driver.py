@@ -236,17 +236,15 @@ class StreamDriver(RankDriver):
     def _begin(self, block: int) -> None:
         """Prepare the order of a block. If its audio or video fails, the stream ends with what is in flight."""
         try:
-            self._sent[block] = self._next_order(block)
+            tokens, samples = (None, None) if self._track is None else self._track.take(block)
+            self._next = block + 1
+            frames, pose = self._frames.take(block)
         except Exception as error:  # noqa: BLE001  of the caller's own images; the consumer gets it
             self._source_error, self._is_stopping = error, True
             self.in_flight -= 1
-
-    def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
-        tokens, samples = (None, None) if self._track is None else self._track.take(block)
-        self._next = block + 1
-        frames, pose = self._frames.take(block)
-        inputs = () if tokens is None else (tokens,)
-        return BeginBlock(inputs=inputs, updates=tuple(self._updates.pop(block, ())), frames=frames, pose=pose), samples
+            return
+        inputs, updates = () if tokens is None else (tokens,), tuple(self._updates.pop(block, ()))
+        self._sent[block] = (BeginBlock(inputs=inputs, updates=updates, frames=frames, pose=pose), samples)
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""

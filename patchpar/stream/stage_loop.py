@@ -61,7 +61,7 @@ class StageLoop(Stage):
         self._has_reference = False
         self._first: Payload | None = None
         self._first_sent: Work[Messages] | None = None
-        self._is_new, self._is_half_done = run.continues, False
+        self._is_lost = run.continues  # the state of this stage: it is new, or within a step
         self._lost, self._next = run.lost, run.first_block
         self._kept = deque[tuple[BlockEnvelope, Any]](maxlen=run.keep)  # what has left, and the conditions after it
         self._finished = deque[FinishedBlock](maxlen=run.keep)
@@ -105,11 +105,11 @@ class StageLoop(Stage):
         super()._handle(envelope)
 
     def _work(self, envelope: BlockEnvelope) -> None:
-        self._is_half_done = True
+        self._is_lost = True
         if envelope.sign is BlockSignal.BLOCK:
             self._lose_again(envelope.block)
         done = self._computed(envelope)
-        self._next, self._is_half_done = done.block + 1, False
+        self._next, self._is_lost = done.block + 1, False
         if self._position.next is not None and done.sign is BlockSignal.BLOCK:
             self._kept.append((done, self._model.conditions(self._states[-1]) if self._states else None))
         self._send(done)
@@ -156,7 +156,7 @@ class StageLoop(Stage):
         share a step, which may be at different layers.
         """
         position, self._stage_io = self._position, stage_io
-        is_lost = self._is_new or self._is_half_done or position.is_shared
+        is_lost = self._is_lost or position.is_shared
         need, next_is_lost = first_block, False
         if position.next is not None:
             need, next_is_lost = received_object(connected(self._comm), KIND, position.next)
@@ -193,7 +193,7 @@ class StageLoop(Stage):
         self._kept.clear()
         self._kept.append((BlockEnvelope(sign=BlockSignal.REST, block=self._next - 1), given))  # before it began
         self._finished.clear()
-        self._is_new = self._is_half_done = False
+        self._is_lost = False
         if position.leads:
             decodes = position.decodes
             self._loss = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=decodes)
