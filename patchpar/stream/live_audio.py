@@ -95,6 +95,7 @@ class LiveAudio(LiveReader):
                 time.sleep(LOOK_SECONDS)
                 self._received_at = time.monotonic()
             session.push_audio(samples, rate)
+        self._has_ended = True
         if self._source.ends:
             session.end_audio()
 
