@@ -15,7 +15,7 @@ from patchpar.shard.hooks import HookSet
 from patchpar.stream.causal.attention_passes import AttentionOperands
 from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.rope import RotaryPositions, rotate
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 
 
 class BandedWan(CausalWan):

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
 from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.wan import WanStream
+from patchpar.stream.events import StepConditions
 from patchpar.stream.messages import StreamRun
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks
 from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of

@@ -18,7 +18,7 @@ from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 from training.attention import attend
 from training.face_data import AUDIO, PROMPTS, WIDTH, Batch
 

@@ -25,14 +25,16 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import BeginBlock, EndStream, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
 FRAMES = 12
+RUN = StreamRun(ranks=1, seed=0, rows=90, columns=50, first_block=0, adapt_sink=True)
 IMAGE_STEPS = 4
 IMAGE_RANKS = (1, 2, 4)
 
@@ -58,6 +60,9 @@ class Sleeper:
     def apply(self, state: int, change: Change) -> None:
         pass
 
+    def conditions(self, state: int) -> None:
+        return None
+
     def step(self, state: int, block: int, payload: Payload) -> Payload:
         time.sleep(self.costs.step)
         return payload
@@ -77,14 +82,14 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
     """When this rank began, and when blocks came out, by time.time."""
     out: list[float] = []
 
-    def order(block: int, patience: float) -> StageOrder:
-        return StageOrder(sign=BlockSignal.BLOCK if block < blocks else BlockSignal.END)
+    def order(block: int, patience: float) -> Order:
+        return BeginBlock(inputs=(), updates=()) if block < blocks else EndStream()
 
     def put(finished: FinishedBlock) -> None:
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around)
+    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around, RUN)
     start = time.time()
     loop.run()
     return start, out

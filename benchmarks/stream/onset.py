@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.page import publish
-from benchmarks.stream.__main__ import Sleeper
+from benchmarks.stream.__main__ import RUN, Sleeper
 from benchmarks.stream.budget import OnsetBudget, onset
 from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
@@ -35,9 +35,10 @@ from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.delivery import Chunk
+from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.simulate import StreamCosts
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 
 FRAMES = 12
 PIECE = 0.0125
@@ -74,17 +75,17 @@ def on_rank(this: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tup
     out: list[float] = []
     begin = time.time() + HEAD_START
 
-    def order(block: int, patience: float) -> StageOrder:
+    def order(block: int, patience: float) -> Order:
         if block == blocks:
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         time.sleep(max(0.0, begin + (block + 1) * costs.source - time.time()))
-        return StageOrder(sign=BlockSignal.BLOCK)
+        return BeginBlock(inputs=(), updates=())
 
     def put(finished: FinishedBlock) -> None:
         out.append(time.time())
 
     around = StageIO(order=order, put=put, is_cancelled=lambda: False)
-    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around).run()
+    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, this.rank, Communicator(this.transport), around, RUN).run()
     return begin, out
 
 

@@ -3,20 +3,69 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
 from patchpar.plan.json_files import read_object
 from patchpar.plan.scalars import make_plain
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.families import FAMILIES
 from patchpar.stream.flow_schedule import FlowSchedule, Sampler
 from patchpar.stream.json_fields import flag, number, text, whole
-from patchpar.stream.model_index import self_forcing_facts
+from patchpar.stream.model_index import HIGH_NOISE, low_noise_below
 
 CONFIG = "stream.json"
 LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}
 MOST_STEPS, LONGEST_PROMPT = 1000, 2**16
 LEAST_FPS, MOST_FPS = 1e-3, 1000.0
+MOST_FRAMES = 2**16
+SELF_FORCING = "SelfForcingFlowMatchScheduler"
+"""The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
+PositionPolicy = Literal["abs", "relative"]
+HistoryPolicy = Literal["noisy", "clean", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalOptions:
+    """Block size, attention window and sink of a stream. Raises PlanError.
+
+    `frames`: latent frames per block. `window`: blocks that a block attends to, itself included. `sink_distance`:
+    position of the sink in latent frames after the block's first one; negative for before. `positions`: the window
+    stores rotated keys ("abs"), or keys are rotated at each read ("relative"), see `causal.attention_passes`. `sinks`:
+    blocks of the window that are the stream's first ones for good, see `KVWindow` there. `history`: each step attends
+    to earlier blocks at its own noise level ("noisy"), or all steps attend to finished blocks, whose keys and values
+    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history`; as the model
+    was trained.
+    """
+
+    frames: int = 3
+    window: int = 4
+    sink_distance: int = 8
+    positions: PositionPolicy = "abs"
+    history: HistoryPolicy = "noisy"
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        for name in ("frames", "window"):
+            whole(name, getattr(self, name), 1, MOST_FRAMES)
+        whole("sink_distance", self.sink_distance, -MOST_FRAMES, MOST_FRAMES)
+        if self.positions not in ("abs", "relative"):
+            raise PlanError(f"positions={self.positions!r}: use 'abs' or 'relative'")
+        if self.history not in get_args(HistoryPolicy):
+            raise PlanError(f"history={self.history!r}: use {' or '.join(map(repr, get_args(HistoryPolicy)))}")
+        whole("sinks", self.sinks, 0, self.window - 1)
+        if self.sinks and self.history == "recompute":
+            raise PlanError(f"sinks={self.sinks} with history='recompute', which keeps no keys and values: use sinks=0")
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether the denoising steps of a block can run on different ranks: each needs its own history only."""
+        return self.history == "noisy"
+
+    @property
+    def extra_passes(self) -> int:
+        """Passes of one block through the transformer beside its denoising steps."""
+        return {"noisy": 0, "clean": 1, "recompute": self.window - 1}[self.history]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +106,6 @@ class StreamConfig:
 
     @property
     def schedule(self) -> FlowSchedule:
-        """The noise levels and the sampler."""
         return FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
 
     @property
@@ -74,7 +122,7 @@ class StreamConfig:
     def load(cls, folder: Path) -> "StreamConfig":
         """Read `stream.json`, or derive it for a Self-Forcing model. Raises PlanError."""
         file = folder / CONFIG
-        known = None if file.is_file() else self_forcing_facts(folder)
+        known = None if file.is_file() else _self_forcing_facts(folder)
         if known is not None:
             return cls.of(known)
         if not file.is_file():
@@ -106,3 +154,38 @@ def _is_file_name(name: Any) -> bool:
 
 def _names(kind: type[Any]) -> str:
     return ", ".join(known.name for known in fields(kind))
+
+
+def _self_forcing_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the fields of stream.json for a model distilled by Self-Forcing (arXiv:2506.08009); None for others.
+
+    The scheduler class identifies such a model. Four steps with the scheduler's shift, and new noise in each; blocks of
+    3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Blocks attend
+    to finished ones. Raises PlanError.
+    """
+    scheduler = _read(folder / "scheduler" / "scheduler_config.json")
+    if scheduler.get("_class_name") != SELF_FORCING:
+        return None
+    if low_noise_below(folder) is not None:
+        raise PlanError(
+            f"{folder} was distilled by Self-Forcing with two transformers, and its files do not state the denoising "
+            "steps: pass config=StreamConfig(...)"
+        )
+    causal = _read(folder / HIGH_NOISE / "config.json")
+    frames = whole("num_frames_per_block", causal.get("num_frames_per_block", 3), 1, MOST_FRAMES)
+    seen = whole("local_attn_size", causal.get("local_attn_size", -1), -1, MOST_FRAMES)
+    window = whole("sliding_window_num_frames", causal.get("sliding_window_num_frames", 21), 1, MOST_FRAMES)
+    seen = seen if seen > 0 else window
+    shift = number("shift", scheduler.get("shift", 5.0), 0.01, 100)
+    known = FAMILIES["self-forcing"].stream
+    assert known is not None, "the family is block-causal"
+    return {
+        **known,
+        "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,
+        "blocks": {**known["blocks"], "frames": frames, "window": max(1, seen // frames)},
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Read a configuration; empty if the file is missing. Raises PlanError."""
+    return read_object(file) if file.is_file() else {}

@@ -8,22 +8,41 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import WanTransformer3DModel
 from safetensors import SafetensorError
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import path_of
+from patchpar.models.speech.config import AFTER, SpeechConfig
 from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.parts import SpeechParts
-from patchpar.stream.causal.checkpoint import transformer_of
+from patchpar.plan.json_files import read_object
+from patchpar.stream.causal.checkpoint import check_weights, transformer_of
 from patchpar.stream.causal.lora import LoraFile, merge_lora
 from patchpar.stream.causal.model_folder import LOADED_BY_US
 from patchpar.stream.config import CONFIG, StreamConfig
-from patchpar.stream.families import StreamFamily, family_of
+from patchpar.stream.families import SPEECH, StreamFamily, family_of
 from patchpar.stream.model_index import HIGH_NOISE, local_folder
-from patchpar.stream.speech_checkpoint import copy_wav2vec2, speech_parts, split_speech, wav2vec2_of
-from patchpar.stream.weight_files import as_diffusers, entry_of, read_entries, tensors_of
+from patchpar.stream.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefix
+
+PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
+WAV2VEC2 = "wav2vec2-large-xlsr-53-english"
+"""The folder beside the published weights."""
+WANTED = ("config.json", "model.safetensors", "preprocessor_config.json")
+FIRST = "casual_audio_encoder.encoder.conv1_local.conv.weight"
+POSE = "cond_encoder.weight"
+TRAINED: Mapping[str, Any] = {
+    "enable_adain": True,
+    "adain_mode": "attn_norm",
+    "enable_framepack": True,
+    "zero_timestep": True,
+    "enable_motioner": False,
+    "enable_tsm": False,
+    "trainable_token_pos_emb": False,
+}
+"""Fields of a checkpoint's config.json with the only values that are understood, those of the published model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +88,11 @@ def convert_checkpoint(
     weights = tensors_of(source, entries, entry)
     path, _ = local_folder(base or found.base, {}, besides=LOADED_BY_US, unread=(HIGH_NOISE,))
     config = None if found.stream is None else StreamConfig.of(found.stream)
-    read = _networks(weights, path, source if source.is_dir() else source.parent, found, config)
+    networks = _networks(weights, path, source if source.is_dir() else source.parent, found, config)
     num_merged = 0
     if merged is not None:
-        num_merged = merge_lora(read.transformer, replace(merged, alpha=found.lora_alpha), read.speech)
-    _write(path, target, read, found.stream)
+        num_merged = merge_lora(networks[0], replace(merged, alpha=found.lora_alpha), networks[1])
+    _write(path, target, networks, found.stream)
     return ConvertedModel(
         folder=target,
         family=name,
@@ -86,38 +105,32 @@ def convert_checkpoint(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointNetworks:
-    """The networks of a checkpoint. `wav2vec2`: the folder of the network that is beside it."""
-
-    transformer: WanTransformer3DModel
-    speech: SpeechParts | None = None
-    wav2vec2: Path | None = None
+Networks = tuple[WanTransformer3DModel, SpeechParts | None, Path | None]
+"""Of a checkpoint: its transformer, its other parts, and the folder of wav2vec2, which is beside it."""
 
 
 def _networks(
     weights: Mapping[str, Tensor], base: Path, beside: Path, family: StreamFamily, config: StreamConfig | None
-) -> CheckpointNetworks:
+) -> Networks:
     """Raises PlanError, UnsupportedModel."""
     if not family.hears_speech or config is None:
-        return CheckpointNetworks(transformer=transformer_of(base, HIGH_NOISE, as_diffusers(weights)))
-    of_transformer, others = split_speech(weights)
+        return transformer_of(base, HIGH_NOISE, as_diffusers(weights)), None, None
+    of_transformer, others = _split_speech(weights)
     transformer = transformer_of(base, HIGH_NOISE, as_diffusers(of_transformer))
-    speech = speech_parts(others, transformer, beside, config.fps)
-    return CheckpointNetworks(transformer=transformer, speech=speech, wav2vec2=wav2vec2_of(beside))
+    return transformer, _speech_parts(others, transformer, beside, config.fps), _wav2vec2_of(beside)
 
 
-def _write(base: Path, target: Path, read: CheckpointNetworks, stream: Mapping[str, Any] | None) -> None:
+def _write(base: Path, target: Path, networks: Networks, stream: Mapping[str, Any] | None) -> None:
     """Write the folder under another name first, so that one that is there is whole. Raises PlanError."""
-    partial = target.with_name(f".{target.name}.partial")
+    (transformer, speech, wav2vec2), partial = networks, target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(base, partial, copy_function=_link_or_copy, ignore=_other_weights(base))
-        read.transformer.save_pretrained(partial / HIGH_NOISE, safe_serialization=True)
-        if read.speech is not None:
-            read.speech.save(partial / HIGH_NOISE)
-        if read.wav2vec2 is not None:
-            copy_wav2vec2(read.wav2vec2, partial / SPEECH_FOLDER)
+        transformer.save_pretrained(partial / HIGH_NOISE, safe_serialization=True)
+        if speech is not None:
+            speech.save(partial / HIGH_NOISE)
+        if wav2vec2 is not None:
+            _copy_wav2vec2(wav2vec2, partial / SPEECH_FOLDER)
         if stream is not None:
             (partial / CONFIG).write_text(json.dumps(stream, indent=1) + "\n")
         partial.rename(target)
@@ -144,3 +157,80 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _split_speech(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the transformer, and those of the other parts without prefix, of any shapes."""
+    plain = {name: without_prefix(name) for name in weights}
+    return (
+        {name: x for name, x in weights.items() if not plain[name].startswith(PARTS)},
+        {plain[name]: x for name, x in weights.items() if plain[name].startswith(PARTS)},
+    )
+
+
+def _speech_parts(
+    weights: Mapping[str, Tensor], transformer: WanTransformer3DModel, checkpoint: Path, fps: float
+) -> SpeechParts:
+    """Return the parts with these weights of any shapes, whose sizes are read from them.
+
+    `checkpoint`: the folder that may have the published config.json. `fps`: images per second. Raises PlanError, and
+    UnsupportedModel for weights that do not fit or are not there.
+    """
+    facts, net = _facts(checkpoint), transformer.config
+    absent = sorted({SPEECH, FIRST, POSE} - weights.keys())
+    if absent:
+        raise UnsupportedModel(f"these weights are not those of Wan-S2V: missing: {', '.join(absent)}")
+    for name in (FIRST, POSE):
+        if weights[name].dim() < 2:
+            raise UnsupportedModel(f"{name} has the shape {tuple(weights[name].shape)}, which is not that of Wan-S2V")
+    after = facts.get("audio_inject_layers", list(AFTER))
+    if not isinstance(after, list):
+        raise UnsupportedModel(f"{checkpoint / 'config.json'}: audio_inject_layers={after!r:.40}: it must be a list")
+    dim = net.num_attention_heads * net.attention_head_dim
+    config = SpeechConfig(
+        dim=dim,
+        heads=net.num_attention_heads,
+        after=tuple(after),
+        layers=weights[SPEECH].numel(),
+        features=weights[FIRST].shape[-2],
+        tokens=max(1, len(weights[FIRST]) // (dim // 4)),
+        channels=weights[POSE].shape[1],
+        fps=fps,
+    )
+    with torch.device("meta"):
+        parts = SpeechParts(config)
+    check_weights(parts, weights, "the transformer's config.json")
+    parts.load_state_dict(dict(weights), assign=True)
+    return parts
+
+
+def _facts(checkpoint: Path) -> Mapping[str, Any]:
+    file = checkpoint / "config.json"
+    facts = read_object(file) if file.is_file() else {}
+    others = [name for name, value in TRAINED.items() if facts.get(name, value) != value]
+    if others:
+        raise UnsupportedModel(
+            f"{file}: {', '.join(f'{name}={facts[name]!r:.40}' for name in others)}: only models with "
+            f"{', '.join(f'{name}={TRAINED[name]!r}' for name in others)} are understood"
+        )
+    return facts
+
+
+def _wav2vec2_of(checkpoint: Path) -> Path:
+    """Return the folder of the wav2vec2 model beside published weights. Raises PlanError if it is not there."""
+    folder = checkpoint / WAV2VEC2
+    lacks = [name for name in WANTED[:2] if not (folder / name).is_file()]
+    if lacks:
+        raise PlanError(
+            f"{folder} has no {' and no '.join(lacks)}: put the folder of the wav2vec2 model there, which is published "
+            "with Wan2.2-S2V-14B"
+        )
+    return folder
+
+
+def _copy_wav2vec2(folder: Path, target: Path) -> None:
+    """Copy configuration and weights of a wav2vec2 model, and nothing else of its folder. Raises OSError."""
+    target.mkdir()
+    for name in WANTED:
+        if (folder / name).is_file():
+            shutil.copy2(folder / name, target / name)

@@ -10,14 +10,14 @@ the first blocks of a stream all begin anew.
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.stream.audio.inputs import AudioSource
+from patchpar.stream.audio.track import AudioSource
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -61,23 +61,6 @@ class OutputBlock:
     samples: Tensor | None
     run: StreamRun
     epoch: int
-
-
-@dataclass(slots=True, kw_only=True)
-class ResumeState:
-    """State to resume a stream with: the current conditions by kind, and the next block to deliver."""
-
-    updates: dict[str, Update] = field(default_factory=dict)
-    next_out: int = 0
-    epoch: int = 0
-    has_sink: bool = False
-
-    def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
-        """Record a delivered block. Its updates hold until others of their kind replace them."""
-        self.next_out = produced.block + 1
-        self.updates = with_updates(self.updates, begun.updates)
-        if produced.sink is not None:
-            self.updates[SINK], self.has_sink = Reference(latents=produced.sink), True
 
 
 SINK = "sink"
@@ -125,7 +108,9 @@ class StreamDriver(RankDriver):
         self._frames = frames
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
-        self._resume_state = ResumeState()
+        self._known: dict[str, Update] = {}  # conditions by kind, as of the last block that was delivered
+        self._next_out = self._epoch = 0
+        self._has_sink = False
         self._settled = None if self._current.settles is None else self._current.first_block + self._current.settles
         self._ready: int | None = None
         self._next = 0
@@ -195,7 +180,7 @@ class StreamDriver(RankDriver):
             self._end(self._source_error)
             return None
         self._current = self._later.popleft()
-        self._resume_state.epoch += 1
+        self._epoch += 1
         return self._current
 
     def _on_event(self, rank: int, event: Any) -> None:
@@ -206,17 +191,23 @@ class StreamDriver(RankDriver):
                 self._ready = event.block
                 self._order()
             elif isinstance(event, ProducedBlock) and self.status != "cancelled":
-                begun, samples = self._sent.pop(event.block)
-                self._resume_state.note(event, begun)
-                self._note_recovery()
-                epoch = self._resume_state.epoch
-                self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
+                self._note_produced(event)
             self.changed.notify_all()
+
+    def _note_produced(self, produced: ProducedBlock) -> None:
+        """Deliver a block. Its updates hold until others of their kind replace them."""
+        begun, samples = self._sent.pop(produced.block)
+        self._next_out, self._known = produced.block + 1, with_updates(self._known, begun.updates)
+        if produced.sink is not None:
+            self._known[SINK], self._has_sink = Reference(latents=produced.sink), True
+        self._note_recovery()
+        output = OutputBlock(produced=produced, begun=begun, samples=samples, run=self._current, epoch=self._epoch)
+        self._deliver(output)
 
     def _note_lost(self, lost: LostStage) -> None:
         """The first stage goes on without its state: it gets the conditions again with its next order."""
-        known = self._resume_state.updates
-        for block in range(self._resume_state.next_out, lost.block):
+        known = self._known
+        for block in range(self._next_out, lost.block):
             known = with_updates(known, self._sent[block][0].updates)
         self._say_again(lost.block, tuple(known.values()))
 
@@ -245,17 +236,15 @@ class StreamDriver(RankDriver):
     def _begin(self, block: int) -> None:
         """Prepare the order of a block. If its audio or video fails, the stream ends with what is in flight."""
         try:
-            self._sent[block] = self._next_order(block)
+            tokens, samples = (None, None) if self._track is None else self._track.take(block)
+            self._next = block + 1
+            frames, pose = self._frames.take(block)
         except Exception as error:  # noqa: BLE001  of the caller's own images; the consumer gets it
             self._source_error, self._is_stopping = error, True
             self.in_flight -= 1
-
-    def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
-        tokens, samples = (None, None) if self._track is None else self._track.take(block)
-        self._next = block + 1
-        frames, pose = self._frames.take(block)
-        inputs = () if tokens is None else (tokens,)
-        return BeginBlock(inputs=inputs, updates=tuple(self._updates.pop(block, ())), frames=frames, pose=pose), samples
+            return
+        inputs, updates = () if tokens is None else (tokens,), tuple(self._updates.pop(block, ()))
+        self._sent[block] = (BeginBlock(inputs=inputs, updates=updates, frames=frames, pose=pose), samples)
 
     def _has_audio(self, block: int) -> bool:
         """Whether a block can begin as far as its audio goes. If silence may take its place, look again by then."""
@@ -281,18 +270,16 @@ class StreamDriver(RankDriver):
         return is_last or any(source.is_over(block) for source in sources)
 
     def _resumed(self, error: Exception) -> StreamRun | None:
-        """The run to resume with; None if the stream ends here."""
-        state = self._resume_state
         if self.status == "cancelled" or not isinstance(error, LOST) or not self._restarts.take():
             self._end(error)
             return None
-        state.epoch += 1
+        self._epoch += 1
         self.status = "degraded"
-        run = replace(self._current, first_block=state.next_out)
-        if self._settled is not None and state.next_out > self._settled:
+        run = replace(self._current, first_block=self._next_out)
+        if self._settled is not None and self._next_out > self._settled:
             self._current = replace(run, continues=True, adapt_sink=False)  # it has been adapted
             return self._current
-        self._say_again(state.next_out, tuple(state.updates.values()))
-        self._settled = None if run.settles is None else state.next_out + run.settles
-        self._current = replace(run, adapt_sink=run.adapt_sink and not state.has_sink)
+        self._say_again(self._next_out, tuple(self._known.values()))
+        self._settled = None if run.settles is None else self._next_out + run.settles
+        self._current = replace(run, adapt_sink=run.adapt_sink and not self._has_sink)
         return self._current

@@ -1,11 +1,11 @@
 """Changes in the middle of a stream, and their serialization: each is sent with the block from which it holds.
 
 A change passes from rank to rank before its block, so that every denoising step applies it at the same block and the
-pipeline is neither drained nor restarted. The output depends on the seed, the audio and the changes, not on the time at
-which they arrive.
+pipeline is neither drained nor restarted.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +15,7 @@ from patchpar.errors import PlanError
 from patchpar.launch import messages
 from patchpar.plan.scalars import is_number, is_whole
 from patchpar.shard.host_memory import to_host
-from patchpar.stream.causal_options import MOST_FRAMES
+from patchpar.stream.config import MOST_FRAMES
 
 Transition = Literal["switch", "cut", "blend", "recache"]
 PARAMETERS = ("audio_scale",)
@@ -86,6 +86,63 @@ class Parameter:
 
 
 Change = Prompt | Reference | Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBlend:
+    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed.
+
+    Raises PlanError for texts of different shapes.
+    """
+
+    start: Tensor
+    end: Tensor
+    over: int
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start.shape != self.end.shape:
+            raise PlanError(
+                f"a text of {tuple(self.end.shape)} cannot be blended with one of {tuple(self.start.shape)}: use "
+                "'switch', or pad both to one length"
+            )
+
+    @property
+    def is_done(self) -> bool:
+        return self.done == self.over
+
+    @property
+    def text(self) -> Tensor:
+        """The embeddings of the last of these blocks, [1, T, D]."""
+        return torch.lerp(self.start, self.end, self.done / self.over)
+
+    def advanced(self) -> "PromptBlend":
+        """Return it one block later."""
+        return replace(self, done=self.done + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepConditions:
+    """What changes have made of a StepState. `text`: [1, T, D]. `sink`: [1, C, 1, H, W]. Others: see Reference."""
+
+    text: Tensor
+    sink: Tensor | None = None
+    blending: PromptBlend | None = None
+    video: Tensor | None = None
+    masks: Tensor | None = None
+    audio_scale: float = 1.0
+
+    def each(self, move: Callable[[Tensor], Tensor]) -> "StepConditions":
+        """Return the same with `move` of every tensor."""
+        blend, known = self.blending, {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: move(x) for name, x in known.items() if isinstance(x, Tensor)}
+        if blend is not None:
+            moved["blending"] = replace(blend, start=move(blend.start), end=move(blend.end))
+        return replace(self, **moved)
+
+    def on_host(self) -> "StepConditions":
+        """Return the same with tensors in host memory."""
+        return self.each(to_host)
 
 
 def pack(plain: Any) -> Tensor:

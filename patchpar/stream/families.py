@@ -14,13 +14,12 @@ class StreamFamily:
 
     `weights`: names under which they may have the transformer, best first; empty where they have nothing else. `base`:
     the model of the other components, on the hub. `stream`: fields of stream.json; None for models of short clips,
-    which FifoStreamingPipeline takes. `source`: the paper. `hears_speech`: they have the parts of Wan-S2V, and wav2vec2
+    which FifoStreamingPipeline takes. `hears_speech`: they have the parts of Wan-S2V, and wav2vec2
     beside them. `lora_alpha`: of their LoRA, whose file does not have it.
     """
 
     base: str
     stream: Mapping[str, Any] | None
-    source: str
     weights: tuple[str, ...] = ()
     hears_speech: bool = False
     lora_alpha: float | None = None
@@ -35,24 +34,21 @@ FOUR_STEPS = FlowSchedule.shifted(4, shift=5.0).sigmas
 TWICE_SHIFTED = (1.0, 0.8576930, 0.6021507, 0.0089283, 0.0)
 """Four even noise levels with shift 3 twice, once by diffusers' scheduler when it is made: as Live Avatar runs it."""
 FAMILIES: Mapping[str, StreamFamily] = {
-    "self-forcing": StreamFamily(
+    "self-forcing": StreamFamily(  # Self-Forcing, arXiv:2506.08009
         weights=("generator_ema", "generator"),
         base=WAN_1_3B,
         stream={**DISTILLED, "sigmas": FOUR_STEPS, "blocks": CLEAN_WINDOW},
-        source="Self-Forcing, arXiv:2506.08009",
     ),
-    "causvid": StreamFamily(
+    "causvid": StreamFamily(  # CausVid, arXiv:2412.07772
         weights=("generator",),
         base=WAN_1_3B,
         stream={**DISTILLED, "sigmas": (1.0, 0.757, 0.522, 0.0), "blocks": CLEAN_WINDOW},
-        source="CausVid, arXiv:2412.07772",
     ),
-    "krea": StreamFamily(
+    "krea": StreamFamily(  # Krea Realtime 14B, github.com/krea-ai/realtime-video
         base=WAN_14B,
         stream={**DISTILLED, "sigmas": FOUR_STEPS, "blocks": {"frames": 3, "window": 2, "history": "recompute"}},
-        source="Krea Realtime 14B, github.com/krea-ai/realtime-video",
     ),
-    "longlive": StreamFamily(
+    "longlive": StreamFamily(  # LongLive, arXiv:2509.22622; its LoRA is merged with --lora
         weights=("generator", "model"),
         base=WAN_1_3B,
         stream={
@@ -60,9 +56,8 @@ FAMILIES: Mapping[str, StreamFamily] = {
             "sigmas": FOUR_STEPS,
             "blocks": {"frames": 3, "window": 4, "sinks": 1, "positions": "relative", "history": "clean"},
         },
-        source="LongLive, arXiv:2509.22622; its LoRA is merged with --lora",
     ),
-    "streamdiffusionv2": StreamFamily(
+    "streamdiffusionv2": StreamFamily(  # StreamDiffusionV2, arXiv:2511.07399
         weights=("generator",),
         base=WAN_1_3B,
         stream={
@@ -70,9 +65,8 @@ FAMILIES: Mapping[str, StreamFamily] = {
             "sigmas": (0.7, 0.5, 0.0),
             "blocks": {"frames": 1, "window": 6, "sinks": 3, "positions": "relative", "history": "noisy"},
         },
-        source="StreamDiffusionV2, arXiv:2511.07399",
     ),
-    "live-avatar": StreamFamily(
+    "live-avatar": StreamFamily(  # arXiv:2512.04677: the LoRA that makes Wan-S2V (arXiv:2508.18621) block-causal
         base=WAN_14B,
         stream={
             "fps": 25,
@@ -81,11 +75,10 @@ FAMILIES: Mapping[str, StreamFamily] = {
             "sigmas": TWICE_SHIFTED,
             "blocks": {"frames": 3, "window": 4, "sink_distance": 8},
         },
-        source="Live Avatar, arXiv:2512.04677: the LoRA that makes Wan-S2V (arXiv:2508.18621) block-causal",
         hears_speech=True,
         lora_alpha=64,
     ),
-    "wan": StreamFamily(base=WAN_1_3B, stream=None, source="Wan, arXiv:2503.20314"),
+    "wan": StreamFamily(base=WAN_1_3B, stream=None),  # Wan, arXiv:2503.20314
 }
 
 

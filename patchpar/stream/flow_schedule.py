@@ -50,7 +50,6 @@ class FlowSchedule:
 
     @property
     def steps(self) -> int:
-        """Denoising steps."""
         return len(self.sigmas) - 1
 
     def timestep(self, step: int) -> float:

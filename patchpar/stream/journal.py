@@ -7,9 +7,7 @@ Of the options of from_pretrained it stores the dtype and the variant only, and 
 contains no token and no local path of an option. Only its owner can read the file.
 
 A block line has the inputs of the block (conditions that hold from it on, audio tokens, audio samples in 16 bits),
-states that were lost with a dead worker before it, and a hash of its frames. Audio takes about 30 kB a second, silence
-almost nothing. Beyond `limit` bytes the recording ends with one warning. A truncated file is valid up to its last whole
-line.
+states that were lost with a dead worker before it, and a hash of its frames. See docs/streaming.md.
 """
 
 import base64
@@ -34,7 +32,7 @@ from torch import Tensor
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.driver import OutputBlock
-from patchpar.stream.events import Parameter, Prompt, Reference
+from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.json_fields import whole
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
 
@@ -45,10 +43,8 @@ VARIANT = re.compile(r"\w[\w.-]{0,63}")
 MOST_DIMS = 8
 MOST_BYTES = 2**28
 """Limit of one tensor: a hundred times the largest reference that streams take."""
-UPDATES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Prompt, Reference)
-}
-OPTIONAL = ("video", "masks", "negative")
+UPDATES: dict[str, type[Any]] = {kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Reference)}
+OPTIONAL = ("video", "masks")
 """Fields of changes that are a tensor, or None."""
 log = logging.getLogger(__name__)
 
@@ -174,10 +170,9 @@ def as_update(words: Any) -> Update:
     """Restore a change from the JSON object of `as_words`. Raises PlanError, KeyError, TypeError, ValueError."""
     kind = UPDATES[words["kind"]]
     values = {name: unpacked(x) if isinstance(x, Mapping) else x for name, x in words.items() if name != "kind"}
-    needed = ("image", "latents", "text") if kind is Prompt else ("image", "latents")
     for name, value in values.items():
         is_tensor = isinstance(value, Tensor) or (name in OPTIONAL and value is None)
-        if not is_tensor and name in (*needed, *OPTIONAL):
+        if not is_tensor and name in ("image", "latents", *OPTIONAL):
             raise PlanError(f"{name}={value!r:.80}: it must be a tensor")
     return kind(**values)  # which checks the rest
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -33,19 +33,47 @@ class LiveAudioInput(Protocol):
         """Yield samples [N] or [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""
 
 
-class LiveAudio:
-    """Pushes the audio of `source` to `session`. A source that is silent, or fails and not `ends`, ends no stream."""
+class LiveReader:
+    """A thread that reads `source`, and what is wrong with it. `_read` notes when something has come."""
 
-    def __init__(self, source: LiveAudioInput, session: StreamSession) -> None:
-        self._source, self._session = source, session
+    def __init__(self, source: Any, thread: str) -> None:
+        self._source = source
         self._error: PatchparError | None = None
         self._received_at: float | None = None
         self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="patchpar-live-audio", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
     def start(self) -> None:
         """Start the thread. It ends with the source, or with the first piece of audio after the stream."""
         self._thread.start()
+
+    def fail(self, error: Exception) -> None:
+        """Note what is wrong with the source, or with what came from it."""
+        if not isinstance(error, PatchparError):
+            error = PatchparError(f"{self._source.name} cannot be read: {error}")
+        self._error = error
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self._received_at is not None and time.monotonic() > self._received_at + QUIET_SECONDS
+
+    def _run(self) -> None:
+        try:
+            self._read()
+            self._has_ended = True
+        except Exception as error:  # noqa: BLE001  of a file or a device
+            self.fail(error)
+
+    def _read(self) -> None:
+        raise NotImplementedError
+
+
+class LiveAudio(LiveReader):
+    """Pushes the audio of `source` to `session`. A source that is silent, or fails and not `ends`, ends no stream."""
+
+    def __init__(self, source: LiveAudioInput, session: StreamSession) -> None:
+        super().__init__(source, "patchpar-live-audio")
+        self._session = session
 
     @property
     def note(self) -> str:
@@ -57,35 +85,25 @@ class LiveAudio:
         meanwhile = "there is silence" if self._session.is_kept_alive else "the stream waits"
         if self._received_at is None:
             return f"no audio from {self._source.name} yet; {meanwhile} until then"
-        if time.monotonic() > self._received_at + QUIET_SECONDS:
-            return f"no audio from {self._source.name} any more; {meanwhile} until it goes on"
-        return ""
+        return f"no audio from {self._source.name} any more; {meanwhile} until it goes on" if self._is_quiet else ""
 
-    def _run(self) -> None:
+    def _read(self) -> None:
         session = self._session
-        try:
-            for samples, rate in self._source.audio():
+        for samples, rate in self._source.audio():
+            self._received_at = time.monotonic()
+            while session.audio_ahead > AHEAD_SECONDS and not session.is_over:
+                time.sleep(LOOK_SECONDS)
                 self._received_at = time.monotonic()
-                while session.audio_ahead > AHEAD_SECONDS and not session.is_over:
-                    time.sleep(LOOK_SECONDS)
-                    self._received_at = time.monotonic()
-                session.push_audio(samples, rate)
-            self._has_ended = True
-            if self._source.ends:
-                session.end_audio()
-        except Exception as error:  # noqa: BLE001  of a file or a device
-            self._fail(error)
+            session.push_audio(samples, rate)
+        self._has_ended = True
+        if self._source.ends:
+            session.end_audio()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Note an error. What ends the stream ends it so too, which would wait for audio otherwise."""
         if self._session.is_over:
             return
-        self._error = as_patchpar_error(self._source.name, error)
+        super().fail(error)
         if self._source.ends:
             with suppress(PatchparError):  # it is over by now
                 self._session.end_audio()
-
-
-def as_patchpar_error(name: str, error: Exception) -> PatchparError:
-    """Return an error as it is, or as one that names what could not be read."""
-    return error if isinstance(error, PatchparError) else PatchparError(f"{name} cannot be read: {error}")

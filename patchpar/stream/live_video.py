@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from PIL import Image
-from torch import Tensor
 
 from patchpar.errors import PatchparError
-from patchpar.stream.live_audio import LOOK_SECONDS, QUIET_SECONDS, as_patchpar_error
-from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.live_audio import LOOK_SECONDS, QUIET_SECONDS, LiveReader
 from patchpar.stream.session import StreamSession
+from patchpar.stream.video_source import load_reference_image
 
 GREY = (128, 128, 128)
 """The frames of a video before the first image."""
@@ -29,23 +28,15 @@ class LiveImageInput(Protocol):
         """Yield PIL images as they come. Raises PlanError."""
 
 
-class Camera:
-    """Keeps the newest image of `source`, which a thread reads. A source that fails does not end the stream.
+class Camera(LiveReader):
+    """Keeps the newest image of `source`. A source that fails does not end the stream.
 
     `newest`: the number of the newest image, from 1 on, and the image; (0, None) before the first.
     """
 
     def __init__(self, source: LiveImageInput) -> None:
-        self._source = source
-        self._error: PatchparError | None = None
+        super().__init__(source, "patchpar-camera")
         self.newest: tuple[int, Any] = (0, None)
-        self._received_at: float | None = None
-        self._has_ended = False
-        self._thread = threading.Thread(target=self._run, name="patchpar-camera", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread. It ends with the source."""
-        self._thread.start()
 
     @property
     def note(self) -> str:
@@ -57,9 +48,7 @@ class Camera:
             return f"{self._source.name} has stopped; {last}"
         if self._received_at is None:
             return f"no image from {self._source.name} yet"
-        if time.monotonic() > self._received_at + QUIET_SECONDS:
-            return f"no image from {self._source.name} any more; {last} until it goes on"
-        return ""
+        return f"no image from {self._source.name} any more; {last} until it goes on" if self._is_quiet else ""
 
     def images(self, is_over: threading.Event) -> Iterator[Any]:
         """Yield the newest image again and again, each once as long as new ones come, until `is_over` is set.
@@ -78,18 +67,10 @@ class Camera:
             if seen and not is_over.is_set():
                 yield image
 
-    def _run(self) -> None:
-        try:
-            for image in self._source.images():
-                self.newest = (self.newest[0] + 1, image)
-                self._received_at = time.monotonic()
-            self._has_ended = True
-        except Exception as error:  # noqa: BLE001  of a device
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """Note what is wrong with the source, or with its images."""
-        self._error = as_patchpar_error(self._source.name, error)
+    def _read(self) -> None:
+        for image in self._source.images():
+            self.newest = (self.newest[0] + 1, image)
+            self._received_at = time.monotonic()
 
 
 class LiveFrames:
@@ -104,7 +85,6 @@ class LiveFrames:
         self._thread = threading.Thread(target=self._run, name="patchpar-frames", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -113,18 +93,14 @@ class LiveFrames:
         while not self._session.is_over:
             number, image = self._camera.newest
             if number != seen:
-                seen, frame = number, self._frame_of(image, frame)
+                seen = number
+                try:
+                    frame = self._fitted(image)
+                except PatchparError as error:  # the frame before stays
+                    self._camera.fail(error)
             try:
                 self._session.push_frame(frame)
             except PatchparError:  # the stream is over
                 return
             due = max(due + self._period, time.monotonic() - self._period)  # what was missed is not made up
             time.sleep(max(0.0, due - time.monotonic()))
-
-    def _frame_of(self, image: Any, before: Tensor) -> Tensor:
-        """The frame of an image; that `before`, and a note, where there is none."""
-        try:
-            return self._fitted(image)
-        except PatchparError as error:
-            self._camera.fail(error)
-            return before

@@ -53,7 +53,7 @@ class BlockReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginBlock:
-    """Begin the block that was announced. `inputs`: see AudioInputs, if the model takes audio.
+    """Begin the block that was announced. `inputs`: see AudioInputs, if the model takes audio; none otherwise.
 
     `frames`: [frames, height, width, 3] in uint8 of a video to start from, or None. `pose`: of a pose video, as many.
     """

@@ -8,13 +8,8 @@ from patchpar.errors import PlanError
 from patchpar.models.files import resolve_model
 from patchpar.models.hub import OPTIONS, fetched, no_folder
 from patchpar.plan.json_files import read_object
-from patchpar.stream.causal_options import MOST_FRAMES
-from patchpar.stream.families import FAMILIES
-from patchpar.stream.flow_schedule import FlowSchedule
-from patchpar.stream.json_fields import number, whole
+from patchpar.stream.json_fields import number
 
-SELF_FORCING = "SelfForcingFlowMatchScheduler"
-"""The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 """The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""
 LTX = "LTXVideoTransformer3DModel"
@@ -72,38 +67,3 @@ def low_noise_below(folder: Path) -> float | None:
     if boundary is None:
         raise PlanError(f"{folder / 'model_index.json'} has two transformers, but no boundary_ratio between them")
     return number("boundary_ratio", boundary, 0, 1)
-
-
-def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
-    """Return the fields of stream.json for a model distilled by Self-Forcing (arXiv:2506.08009); None for others.
-
-    The scheduler class identifies such a model. Four steps with the scheduler's shift, and new noise in each; blocks of
-    3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Blocks attend
-    to finished ones. Raises PlanError.
-    """
-    scheduler = _read(folder / "scheduler" / "scheduler_config.json")
-    if scheduler.get("_class_name") != SELF_FORCING:
-        return None
-    if low_noise_below(folder) is not None:
-        raise PlanError(
-            f"{folder} was distilled by Self-Forcing with two transformers, and its files do not state the denoising "
-            "steps: pass config=StreamConfig(...)"
-        )
-    causal = _read(folder / HIGH_NOISE / "config.json")
-    frames = whole("num_frames_per_block", causal.get("num_frames_per_block", 3), 1, MOST_FRAMES)
-    seen = whole("local_attn_size", causal.get("local_attn_size", -1), -1, MOST_FRAMES)
-    window = whole("sliding_window_num_frames", causal.get("sliding_window_num_frames", 21), 1, MOST_FRAMES)
-    seen = seen if seen > 0 else window
-    shift = number("shift", scheduler.get("shift", 5.0), 0.01, 100)
-    known = FAMILIES["self-forcing"].stream
-    assert known is not None, "the family is block-causal"
-    return {
-        **known,
-        "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,
-        "blocks": {**known["blocks"], "frames": frames, "window": max(1, seen // frames)},
-    }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Read a configuration; empty if the file is missing. Raises PlanError."""
-    return read_object(file) if file.is_file() else {}

@@ -7,7 +7,7 @@ R > S    2 steps on 5 ranks      ranks 0-1: step 0     ranks 2-3: step 1        
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Literal
 
 from patchpar.errors import PlanError
@@ -81,23 +81,19 @@ class StreamPlan:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return len(self.sizes) * self.inner + (self.decode == "own")
 
     @property
     def stages(self) -> tuple[StageSteps, ...]:
         """The stages that a block passes, in order."""
-        found, step = [], 0
-        for number, size in enumerate(self.sizes):
+        found = []
+        for number, (start, stop) in enumerate(pairwise(accumulate(self.sizes, initial=0))):
             ranks = range(number * self.inner, (number + 1) * self.inner)
-            is_last = number == len(self.sizes) - 1
-            found.append(
-                StageSteps(ranks=ranks, steps=range(step, step + size), decodes=is_last and self.decode == "last")
-            )
-            step += size
+            decodes = self.decode == "last" and stop == self.steps
+            found.append(StageSteps(ranks=ranks, steps=range(start, stop), decodes=decodes))
         if self.decode == "own":
             own = range(self.ranks - 1, self.ranks)
-            found.append(StageSteps(ranks=own, steps=range(step, step), decodes=True))
+            found.append(StageSteps(ranks=own, steps=range(self.steps, self.steps), decodes=True))
         return tuple(found)
 
     @property
@@ -107,7 +103,6 @@ class StreamPlan:
 
     @property
     def decoder(self) -> int:
-        """The rank that decodes."""
         return self.stages[-1].ranks[0]
 
     @property
@@ -169,12 +164,10 @@ class StagePosition:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several ranks share the stage."""
         return len(self.stage.ranks) > 1
 
     @property
     def decodes(self) -> bool:
-        """Whether this rank decodes."""
         return self.leads and self.stage.decodes
 
 

@@ -45,7 +45,6 @@ class OutputQueue(Generic[T]):
         return len(self._ready)
 
     def put(self, item: T) -> None:
-        """Append an item."""
         self._ready.append(item)
         if self._output != "block":
             self._drop(len(self._ready) - self._room)
@@ -110,7 +109,6 @@ class RankDriver:
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
@@ -131,7 +129,6 @@ class RankDriver:
             self.look()
 
     def upcoming(self) -> int:
-        """Return the number of the next block or image to begin."""
         with self.changed:
             return self._upcoming()
 
@@ -190,7 +187,6 @@ class RankDriver:
                 self._send(rank, message)
 
     def _end(self, error: Exception | None = None) -> None:
-        """The ranks have ended."""
         self._send = None
         if self.status != "cancelled":
             self.status, self.error = "finished" if error is None else "failed", error
@@ -205,9 +201,7 @@ class RankDriver:
         raise NotImplementedError
 
     def _order(self) -> None:
-        """Send the orders that are possible now."""
         raise NotImplementedError
 
     def _order_cancel(self) -> None:
-        """Send the order to end to the ranks."""
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from patchpar.stream.messages import (
     Update,
 )
 from patchpar.stream.plan import StageSteps, StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder, StageStats
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
 
 REST_SECONDS = 1.0
 """Seconds between messages of a first rank that waits for orders; it then notices that another rank has died."""
@@ -48,7 +48,7 @@ class RankStageIO:
         """Return the callbacks for the stage."""
         return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled, lost=self._context.emit)
 
-    def _order(self, block: int, patience: float) -> StageOrder:
+    def _order(self, block: int, patience: float) -> Order:
         """Announce block `block` on the first rank and wait for the session's order."""
         if self._announced != block:
             self._context.emit(BlockReady(block=block))
@@ -56,16 +56,13 @@ class RankStageIO:
         self._context.beat("stream")
         message = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
         self._asked = message is None
-        if isinstance(message, CancelStream):
-            self._cancelled = True
+        self._cancelled |= isinstance(message, CancelStream)
         if isinstance(message, (EndStream, CancelStream)):
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         if not isinstance(message, BeginBlock):
-            return StageOrder(sign=BlockSignal.REST)
+            return None
         inputs = tuple(to_device(x, self._device) for x in message.inputs)
-        changes = tuple(map(self._resolve, message.updates))
-        frames, pose = message.frames, message.pose
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=changes, frames=frames, pose=pose)
+        return replace(message, inputs=inputs, updates=tuple(map(self._resolve, message.updates)))
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
 from patchpar.plan.json_files import object_of
-from patchpar.stream.audio.inputs import AudioSource
+from patchpar.stream.audio.track import AudioSource
 from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
@@ -84,6 +84,7 @@ class StreamRecording:
                 f"it was recorded with latents of {self.origin.size}, and this model has {size}: use the model that "
                 "it was recorded with"
             )
+        image = (self.origin.config.height, self.origin.config.width, 3)
         for block in self.blocks:
             if [tuple(x.shape) for x in block.heard] != ([] if heard is None else [tuple(heard)]):
                 raise PlanError(
@@ -93,15 +94,8 @@ class StreamRecording:
             if heard is not None and (block.audio is None or block.audio.dim() != 1):
                 raise PlanError(f"block {block.block} has no audio samples: the recording is damaged")
             for update in block.updates:
-                if isinstance(update, ReferenceUpdate) and tuple(update.image.shape) != self._image:
-                    raise PlanError(
-                        f"block {block.block} has a reference of {tuple(update.image.shape)}, but the stream takes "
-                        f"{self._image}"
-                    )
-
-    @property
-    def _image(self) -> tuple[int, int, int]:
-        return self.origin.config.height, self.origin.config.width, 3
+                if isinstance(update, ReferenceUpdate) and (shape := tuple(update.image.shape)) != image:
+                    raise PlanError(f"block {block.block} has a reference of {shape}, but the stream takes {image}")
 
     def is_as_it_was(self, chunk: Chunk) -> bool:
         """Whether the frames of `chunk` are bit-equal to the recorded ones."""

@@ -1,10 +1,7 @@
 """`StreamSession`: a video stream as an iterator of chunks, with controls that return when they take effect.
 
-    push_audio, set_prompt, ... ---> driver ---> ranks
-    for chunk in session        <--- [ chunks, at most as many as there is credit ] <--- driver
-
-The credit bounds the queue, so that a slow consumer slows the stream down and memory does not grow; with
-output="drop_oldest" or "skip_to_live" chunks are dropped instead.
+push_audio, set_prompt, ... ---> driver ---> ranks
+for chunk in session        <--- [ chunks, at most as many as there is credit ] <--- driver
 """
 
 import logging
@@ -17,18 +14,15 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.audio.inputs import AudioSource
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio.track import AudioSource, AudioTrack
 from patchpar.stream.base_session import BaseSession
-from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
+from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock, StreamDelivery, StreamFormat
 from patchpar.stream.driver import OutputBlock, Run, StreamDriver, StreamLimits
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
-from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo
+from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo, load_reference_image
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""

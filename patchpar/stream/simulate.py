@@ -104,12 +104,8 @@ def simulate(
     blocks: int = 400,
     lead: int = 1,
     seed: int = 0,
-    drain_at: int | None = None,
 ) -> StreamForecast:
-    """Simulate `blocks` blocks, with credit for `lead` blocks more than there are stages. Raises PlanError.
-
-    `drain_at`: a block that starts only after the previous one is delivered, as with a collective in mid-stream.
-    """
+    """Simulate `blocks` blocks, with credit for `lead` blocks more than there are stages. Raises PlanError."""
     least = max(4 * plan.depth, plan.depth + lead + 2)
     if blocks < least:
         raise PlanError(f"blocks={blocks}: the rate of {plan.depth} stages, lead={lead}, needs at least {least} blocks")
@@ -128,8 +124,6 @@ def simulate(
                 ready = max(ready, ends[stage][block - 1])
             if stage == 0 and block >= credit:
                 ready = max(ready, ends[-1][block - credit] + costs.link)
-            if stage == 0 and block == drain_at:
-                ready = max(ready, ends[-1][block - 1])
             starts[stage][block] = ready
             ends[stage][block] = ready + cost * (1 + costs.jitter * abs(chance.gauss(0, 1)))
     return _forecast(starts, ends, costs, warm=plan.depth + lead)

@@ -1,55 +1,28 @@
 """The loop of one rank in a stream: receive a block, apply its changes, run this rank's steps, send the block on.
 
-    tick           0     1     2     3     4     5
-    rank 0         b0    b1    b2    b3    b4    b5      step 0
-    rank 1               b0    b1    b2    b3    b4      step 1
-    rank 2                     b0    b1    b2    b3      decode
-
 There is no clock, and no collective between stages: a stage waits for its block only (Live Avatar, arXiv:2512.04677,
 section 4.2). Zones of a queue of frames are stages of the same loop, see `fifo.stage`. Where several ranks share a
 stage, its first rank receives the block, forwards it to the others before it computes anything, and sends the result
-on. The first finished block goes back to rank 0, which makes the adaptive sink from it: a change like any other, with
-the block that enters after block 0 has left the last step, so that no stage waits for it.
+on.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Messages, Work
-from patchpar.errors import PlanError
-from patchpar.stream.causal_model import CausalModel, Payload, StageModel
-from patchpar.stream.events import Change, Reference
-from patchpar.stream.messages import LostStage
-from patchpar.stream.plan import StagePosition, StageSteps, StreamPlan
-from patchpar.stream.stage_link import (
-    WHERE,
-    BlockEnvelope,
-    BlockSignal,
-    Downstream,
-    Upstream,
-    check_connected,
-    connected,
-    received,
-)
+from patchpar.stream.causal_model import Payload, StageModel
+from patchpar.stream.events import Change
+from patchpar.stream.messages import BeginBlock, EndStream, LostStage, Update
+from patchpar.stream.plan import StagePosition, StreamPlan
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, connected
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOrder:
-    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream.
-
-    `frames`, `pose`: see BeginBlock.
-    """
-
-    sign: BlockSignal
-    inputs: Payload = ()
-    changes: tuple[Change, ...] = ()
-    frames: Tensor | None = None
-    pose: Tensor | None = None
+Order = BeginBlock | EndStream | None
+"""What the first stage is to do: begin a block, whose `updates` are Changes by now, end the stream, or rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +45,7 @@ class StageIO:
     stage goes on without its state, before it takes an order.
     """
 
-    order: Callable[[int, float], StageOrder]
+    order: Callable[[int, float], Order]
     put: Callable[[FinishedBlock], object]
     is_cancelled: Callable[[], bool]
     lost: Callable[[LostStage], object] = lambda lost: None
@@ -145,28 +118,29 @@ class Stage(ABC):
     def _enter(self) -> BlockEnvelope:
         """On the first rank: the next message, by the next order."""
         order = self._order()
-        if order.sign is not BlockSignal.BLOCK:
-            return BlockEnvelope(sign=order.sign)
+        if not isinstance(order, BeginBlock):
+            return BlockEnvelope(sign=BlockSignal.REST if order is None else BlockSignal.END)
         block, born = self._block, time.time_ns()
         self._block += 1
         changes, payload = self._begin(block, order)
-        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=changes, payload=payload)
+        known = cast(tuple[Change, ...], changes)
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, changes=known, payload=payload)
 
-    def _order(self) -> StageOrder:
+    def _order(self) -> Order:
         """The next order, waited for up to a quarter of the deadline; none is taken after the last one."""
         if self._stage_io.is_cancelled():
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         if self._left is None:
             order = self._stage_io.order(self._block, 1.0 if self._comm is None else self._comm.transport.deadline / 4)
-            if order.sign is not BlockSignal.END:
+            if not isinstance(order, EndStream):
                 return order
             self._left = self._drain if self._block > self._first_block else 0
         self._left -= 1
-        return StageOrder(sign=BlockSignal.END if self._left < 0 else BlockSignal.BLOCK)
+        return EndStream() if self._left < 0 else BeginBlock(inputs=(), updates=())
 
-    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
+    def _begin(self, block: int, order: BeginBlock) -> tuple[tuple[Update, ...], Payload]:
         """Changes and payload with which a block enters."""
-        return order.changes, self._model.begin(block, order.inputs)
+        return order.updates, self._model.begin(block, order.inputs)
 
     def _handle(self, envelope: BlockEnvelope) -> None:
         """The stage's first rank marks blocks as VOID if cancelled, and forwards all messages to the others."""
@@ -184,7 +158,6 @@ class Stage(ABC):
         """Work on a block, and `_send` it. One that is VOID is not computed."""
 
     def _send(self, envelope: BlockEnvelope) -> None:
-        """Send a message to the next stage, if there is one."""
         if self._out is not None:
             self._out.send(envelope)
 
@@ -193,98 +166,3 @@ class Stage(ABC):
         for way in (self._peers, self._out):
             if way is not None:
                 way.settle()
-
-
-class StageLoop(Stage):
-    """Runs rank `rank` of `plan`, whose steps are denoising steps of blocks. Raises PlanError."""
-
-    _model: CausalModel
-
-    def __init__(
-        self,
-        model: CausalModel,
-        plan: StreamPlan,
-        rank: int,
-        comm: Communicator | None,
-        stage_io: StageIO,
-        first_block: int = 0,
-    ) -> None:
-        super().__init__(model, plan, rank, comm, stage_io, first_block)
-        _check(model, plan, self._position.stage, comm)
-        self._states = [model.new_state(step) for step in self._position.stage.steps]
-        self._decoder = model.new_decoder() if self._position.decodes else None
-        self._has_settled = False  # the adaptive sink is there, or there will be none
-        self._has_reference = False
-        self._first: Payload | None = None
-        self._first_sent: Work[Messages] | None = None
-
-    def _begin(self, block: int, order: StageOrder) -> tuple[tuple[Change, ...], Payload]:
-        changes = (*self._adaptive_sink(block), *order.changes)
-        self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
-        payload = self._model.begin(block, order.inputs)
-        if order.frames is not None:
-            payload = self._model.noised(block, payload, order.frames)
-        if order.pose is not None:
-            payload = self._model.posed(payload, order.pose)
-        return changes, payload
-
-    def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
-        """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
-        is_due = block == self._first_block + self._model.steps and not self._has_settled
-        if not is_due or not self._model.adapts_sink:
-            return ()
-        first = self._fetch_first()
-        return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
-
-    def _fetch_first(self) -> Payload | None:
-        """The first finished block on rank 0, received only now: a stream that ends before it leaves nothing behind."""
-        is_here = self._first is not None or self._position.makes_first or self._has_settled
-        if self._rank == 0 and self._model.adapts_sink and not is_here:
-            self._first = received(connected(self._comm), "first", self._plan.finisher, self._model.payload())
-        return self._first
-
-    def _work(self, envelope: BlockEnvelope) -> None:
-        self._send(self._computed(envelope))
-
-    def _computed(self, envelope: BlockEnvelope) -> BlockEnvelope:
-        """A block after the steps of this stage."""
-        payload = envelope.payload
-        is_wanted = envelope.sign is BlockSignal.BLOCK
-        if is_wanted:
-            for state in self._states:
-                for change in envelope.changes:
-                    self._model.apply(state, change)
-                payload = self._model.step(state, envelope.block, payload)
-        if self._position.is_shared and self._comm is not None:
-            self._comm.transport.settle(WHERE)  # what the others have of the step has come, or it is not computed
-        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
-            self._send_first(payload)
-        if self._position.decodes and is_wanted:
-            frames = self._model.decode(self._decoder, payload)
-            block, born, lost = envelope.block, envelope.born, envelope.lost
-            self._put(FinishedBlock(block=block, frames=frames, latents=payload, born=born, lost=lost))
-        return replace(envelope, payload=payload)
-
-    def _put(self, finished: FinishedBlock) -> None:
-        self._stage_io.put(finished)
-
-    def _send_first(self, payload: Payload) -> None:
-        if self._rank == 0:
-            self._first = payload
-        else:
-            self._first_sent = connected(self._comm).send("first", WHERE, [0], payload)
-
-    def _settle(self) -> None:
-        if self._block > self._first_block:
-            self._fetch_first()
-        if self._first_sent is not None:
-            self._first_sent.wait()
-        super()._settle()
-
-
-def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Communicator | None) -> None:
-    if plan.steps != model.steps:
-        raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
-    if stage.steps and plan.inner != model.inner:
-        raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
-    check_connected(plan.ranks, comm)

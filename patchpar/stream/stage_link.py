@@ -19,7 +19,6 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, TensorSpec, Work
-from patchpar.errors import PlanError
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
 from patchpar.stream.messages import LostStage
@@ -30,14 +29,8 @@ HELD = 2
 """Blocks whose sends are in flight; one more waits for the oldest."""
 
 
-def check_connected(ranks: int, comm: Communicator | None) -> None:
-    """Raise PlanError for a plan of several ranks without a communicator between them."""
-    if ranks > 1 and comm is None:
-        raise PlanError(f"the plan has {ranks} ranks, but there is no communicator to the others")
-
-
 def connected(comm: Communicator | None) -> Communicator:
-    """Return the communicator of a plan that `check_connected` has accepted, where another rank is needed."""
+    """Return the communicator of a plan of several ranks."""
     assert comm is not None, "several ranks have a communicator"
     return comm
 
@@ -52,7 +45,6 @@ class BlockSignal(enum.IntEnum):
 
     @property
     def is_block(self) -> bool:
-        """Whether the message carries a block."""
         return self in (BlockSignal.BLOCK, BlockSignal.VOID, BlockSignal.REFILL)
 
 

@@ -1,4 +1,4 @@
-"""Frames of a video that a stream starts from, block by block: cropped, scaled, and at the model's rate."""
+"""The images of a stream: a reference, and block by block the frames of a video that it starts from, or of poses."""
 
 import io
 import threading
@@ -9,14 +9,15 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import IO, Any, cast
 
+import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
-from patchpar.models.image_file import check_pixels
+from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.stream.media_file import displayed_image, open_media, rate_of, timed_frames
-from patchpar.stream.reference_image import load_reference_image
 
 Video = str | Path | IO[bytes] | Iterable[Any]
 
@@ -93,13 +94,11 @@ class LiveVideo:
         self._frames_of, self._waiting = frames_of, deque[Tensor]()
 
     def push(self, frame: Tensor) -> None:
-        """Append the next frame [height, width, 3] in uint8."""
         self._waiting.append(frame)
         while len(self._waiting) > self._frames_of(1) + 1:  # the first block is no larger than the others
             self._waiting.popleft()
 
     def is_here(self, block: int) -> bool:
-        """Whether all frames of this block have been pushed."""
         return len(self._waiting) >= self._frames_of(block)
 
     def is_over(self, block: int) -> bool:
@@ -107,7 +106,6 @@ class LiveVideo:
         return False
 
     def take(self, block: int) -> Tensor:
-        """Return the frames [F, height, width, 3] of a block, in uint8."""
         return torch.stack([self._waiting.popleft() for _ in range(self._frames_of(block))])
 
 
@@ -197,3 +195,31 @@ def _images_of(container: Any, fps: float, name: str) -> Iterator[tuple[float, A
         yield seconds, displayed_image(frame, track, f"a frame of {name}")
         end = seconds + (float(frame.duration * frame.time_base) if frame.duration else 1 / (rate_of(track) or fps))
     yield end, None
+
+
+def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
+    """Return [height, width, 3] in uint8, in pixels: images upright, cropped and scaled, arrays as they are.
+
+    Raises PlanError.
+    """
+    if isinstance(reference, (str, Path)):
+        path = path_of(reference)
+        reference = read_image_file(path, f"the reference {path}")
+    if isinstance(reference, Image.Image):
+        upright = ImageOps.exif_transpose(reference).convert("RGB")
+        reference = np.array(ImageOps.fit(upright, (width, height)))
+    try:
+        # A copy, since the caller may use its buffer again; in host memory, from which images go to the ranks.
+        is_array = isinstance(reference, np.ndarray)
+        image = torch.tensor(reference) if is_array else torch.as_tensor(reference).to("cpu", copy=True)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PlanError(f"a reference of {type(reference).__name__} is no image: {_accepted(height, width)}") from error
+    if image.dtype is not torch.uint8 or tuple(image.shape) != (height, width, 3):
+        raise PlanError(
+            f"a reference of shape {tuple(image.shape)} in {image.dtype} does not fit: {_accepted(height, width)}"
+        )
+    return image
+
+
+def _accepted(height: int, width: int) -> str:
+    return f"give a file, a PIL image, or {(height, width, 3)} in uint8"

@@ -116,7 +116,6 @@ class WorkerGroup:
                     raise
 
     def _counting_deaths(self, on_event: OnEvent) -> OnEvent:
-        """A finished block resets the count of deaths."""
 
         def receive(rank: int, event: Any) -> None:
             if isinstance(event, ProducedBlock):
@@ -144,7 +143,8 @@ class WorkerGroup:
         if self._starting is None:
             return False
         while not self._is_closed:
-            devices, lost = without(self._devices, self.plan.ranks - 1 if rank is None else rank)
+            failed = self.plan.ranks - 1 if rank is None else rank
+            lost, devices = self._devices[failed], (*self._devices[:failed], *self._devices[failed + 1 :])
             plan = within(self.plan, len(devices))
             if plan is None:
                 return False
@@ -171,11 +171,6 @@ def rank_at_fault(error: BaseException | None) -> int | None:
             return error.rank
         error = error.__cause__
     return None
-
-
-def without(devices: Sequence[str], rank: int) -> tuple[tuple[str, ...], str]:
-    """Return the devices except that of `rank`, in order; and that device."""
-    return (*devices[:rank], *devices[rank + 1 :]), devices[rank]
 
 
 def within(plan: StreamPlan, devices: int) -> StreamPlan | None:

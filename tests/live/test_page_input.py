@@ -18,7 +18,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
-from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.video_source import load_reference_image
 from patchpar.stream.web import http_page
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
 from patchpar.stream.web.server import HOME

@@ -15,10 +15,11 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
+from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder, StageStats
-from patchpar.stream.stage_link import BlockSignal
-from tests.stream.tiny import speech
+from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
+from patchpar.stream.stage_loop import StageLoop
+from tests.stream.tiny import run_of, speech
 from tests.unit.threads import on_threads
 
 BLOCKS = 6
@@ -63,14 +64,14 @@ class Script:
     hears: Hears = True
     rests: dict[int, int] = field(default_factory=dict)
 
-    def order(self, block: int, patience: float) -> StageOrder:
+    def order(self, block: int, patience: float) -> Order:
         if self.rests.get(block, 0):
             self.rests[block] -= 1
-            return StageOrder(sign=BlockSignal.REST)
+            return None
         if block == self.blocks:
-            return StageOrder(sign=BlockSignal.END)
+            return EndStream()
         inputs = inputs_of(self.hears, block)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
+        return BeginBlock(inputs=inputs, updates=self.changes.get(block, ()))
 
 
 class Uneven:
@@ -101,7 +102,7 @@ def stage(
     model: Any = models[transport.rank]
     if uneven:
         model = Uneven(model, uneven, transport.rank)
-    loop = StageLoop(model, plan, transport.rank, Communicator(transport), around)
+    loop = StageLoop(model, plan, transport.rank, Communicator(transport), around, run_of())
     return outcome, loop.run()
 
 

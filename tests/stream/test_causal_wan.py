@@ -13,7 +13,7 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, causal, sink, speech, text, transformer
 from tests.tensors import noise
 from training.banded import BandedWan

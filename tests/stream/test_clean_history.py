@@ -15,8 +15,7 @@ from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.config import StreamConfig
+from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.events import Prompt
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.plan import StreamPlan

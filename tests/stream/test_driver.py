@@ -261,7 +261,7 @@ def test_a_first_stage_that_is_lost_is_told_what_held_before_the_block_s_own_cha
     """And not these twice: a prompt that was there already would blend into itself."""
     driver, before = session(Ranks())._driver, PromptUpdate(text="a")
     own = PromptUpdate(text="b", transition="blend", over=2)
-    driver._resume_state.updates, driver._resume_state.next_out = {"prompt": before}, 3
+    driver._known, driver._next_out = {"prompt": before}, 3
     if is_sent:
         driver._sent[3] = BeginBlock(inputs=(), updates=(own,)), None
     else:

@@ -24,8 +24,7 @@ from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.runner import HISTORIES
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.config import StreamConfig
+from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise

@@ -17,15 +17,13 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.network import WanFrames
 from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
-from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
+from patchpar.stream.fifo.stage import FifoModel, FifoStage, StageNeighbours
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, StageIO
 from tests.breadth import first_of
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.tiny import COLUMNS, ROWS, text, transformer, vae
@@ -37,7 +35,7 @@ FRAME = (1, 16, 1, ROWS, COLUMNS)
 TOKENS = ROWS * COLUMNS // 4
 BLOCKS, SEED = 4, 7
 START = Prompt(text=text(0), negative=text(9))
-PLANS = [fifo_plan(QUEUE.zones, ranks) for ranks in range(1, QUEUE.zones + 2)]
+PLANS = [StreamPlan.even(QUEUE.zones, ranks) for ranks in range(1, QUEUE.zones + 2)]
 GENERATING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
@@ -295,20 +293,11 @@ def test_levels_differ_frame_by_frame() -> None:
 
 
 def test_what_cannot_be() -> None:
-    around = StageIO(order=lambda *_: StageOrder(sign=BlockSignal.END), put=print, is_cancelled=lambda: False)
     stream = model()
     with pytest.raises(PlanError, match="even number of latent frames"):
         FifoOptions(window=5)
     with pytest.raises(PlanError, match="at least 1 of each"):
         FifoOptions(partitions=0)
-    with pytest.raises(PlanError, match="use at most 5, or more partitions"):
-        fifo_plan(QUEUE.zones, 6)
-    with pytest.raises(PlanError, match="the plan has 3 zones, but the queue has 4"):
-        FifoStage(stream, StreamPlan.even(3, 1), 0, None, around)
-    with pytest.raises(PlanError, match="use inner=1, and more partitions"):
-        FifoStage(stream, StreamPlan.even(4, 8, decode="last"), 0, None, around)
-    with pytest.raises(PlanError, match="no communicator to the others"):
-        FifoStage(stream, PLANS[1], 0, None, around)
     stream.apply(START)
     with pytest.raises(PlanError, match="cannot be blended"):
         stream.apply(Prompt(text=text(1)[:, :2], transition="blend", over=1))

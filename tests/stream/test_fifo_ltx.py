@@ -21,10 +21,9 @@ from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.network import LtxFrames
 from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
-from patchpar.stream.fifo.stage import FifoStage, fifo_plan
+from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
@@ -127,7 +126,7 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
 
 
 def spread(pipe: LTXPipeline, ranks: int, blocks: int) -> Outcome:
-    plan = fifo_plan(QUEUE.zones, ranks)
+    plan = StreamPlan.even(QUEUE.zones, ranks)
     found = on_threads(ranks, on_rank, plan, pipe, blocks, deadline=60.0)
     errors = [error for error in found if isinstance(error, Exception)]
     if errors:

@@ -146,6 +146,10 @@ def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_pat
         make(tmp_path, config=CONFIG)
     with pytest.raises(PlanError, match="does not fit a queue of 4 zones on 1 devices"):
         make(face_folder, devices="cpu", plan=StreamPlan.even(4, 2), config=CONFIG)
+    with pytest.raises(PlanError, match=r"a plan of 3 zones .* does not fit a queue of 4 zones"):
+        make(face_folder, devices="cpu", plan=StreamPlan.even(3, 1), config=CONFIG)
+    with pytest.raises(PlanError, match="2 for each, does not fit a queue of 4 zones on 8 devices"):
+        make(face_folder, devices="cpu:8", plan=StreamPlan.even(4, 8, decode="last"), config=CONFIG)
     for fps in (0, 1e-5, float("inf")):  # of which no video could be written
         with pytest.raises(PlanError, match=f"fps={fps}: it must be a number from 0.001 to 1000"):
             FifoConfig(fps=fps)

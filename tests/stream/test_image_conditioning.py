@@ -15,7 +15,7 @@ from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.plan import StreamPlan

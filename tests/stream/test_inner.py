@@ -19,11 +19,12 @@ from patchpar.stream.causal.causal_wan import BlockInputs
 from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.events import Reference
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
+from patchpar.stream.stage import FinishedBlock, StageIO
+from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, speech, stream, text
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, run_of, sink, speech, stream, text
 from tests.tensors import noise
 from tests.unit.threads import on_threads
 
@@ -180,7 +181,7 @@ def test_whether_a_block_is_wanted_is_told_by_one_rank() -> None:
         inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with GENERATING:
             model = stream(2, inner=inner)
-        StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
+        StageLoop(model, plan, transport.rank, Communicator(transport), around, run_of()).run()
         return outcome
 
     plan, script = StreamPlan(sizes=(1, 1), inner=2, decode="last"), Script({})
@@ -200,7 +201,7 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
         inner = part(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with GENERATING:
             model = stream(2, inner=inner)
-        return StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
+        return StageLoop(model, plan, transport.rank, Communicator(transport), around, run_of()).run()
 
     plan, decoded = PLANS[0], list[int]()
     found = on_threads(plan.ranks, run, deadline=10.0)

@@ -17,7 +17,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import OutputBlock
-from patchpar.stream.events import Parameter, Prompt, Reference
+from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.journal import LIMIT, JournalHeader, StreamJournal, as_update, as_words
 from patchpar.stream.messages import BeginBlock, LostStage, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
 from patchpar.stream.recording import RecordedAudio, StreamRecording
@@ -159,7 +159,6 @@ def test_every_change_survives(update: Any) -> None:
 @pytest.mark.parametrize(
     ("update", "name"),
     [
-        (Prompt(text=noise(1, 2, 3)), "text"),
         (ReferenceUpdate(image=FACE), "image"),
         (Reference(latents=noise(1, 4, 1, 2, 2)), "latents"),
         (Reference(latents=noise(1, 4, 1, 2, 2)), "video"),

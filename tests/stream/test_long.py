@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from patchpar.stream.delivery import StreamFormat
-from patchpar.stream.fifo.stage import FifoStage, fifo_plan
+from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
+from patchpar.stream.stage import FinishedBlock, StageIO
+from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import Script
 from tests.stream.test_fifo import QUEUE, model, script
-from tests.stream.tiny import stream
+from tests.stream.tiny import run_of, stream
 
 BLOCKS, WARM, APART = 40, 10, 10
 """Blocks of a stream, before the first look, and from look to look, each of which goes over all objects there are."""
@@ -59,12 +60,12 @@ def watched(run: Callable[[Callable[[FinishedBlock], object]], object], *, hoard
 
 def talk(put: Callable[[FinishedBlock], object]) -> None:
     around = StageIO(order=Script({}, blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
-    StageLoop(stream(2), StreamPlan.even(2, 1), 0, None, around).run()
+    StageLoop(stream(2), StreamPlan.even(2, 1), 0, None, around, run_of()).run()
 
 
 def queue(put: Callable[[FinishedBlock], object]) -> None:
     around = StageIO(order=script(blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
-    FifoStage(model(), fifo_plan(QUEUE.zones, 1), 0, None, around).run()
+    FifoStage(model(), StreamPlan.even(QUEUE.zones, 1), 0, None, around).run()
 
 
 @pytest.mark.breadth

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from patchpar.stream.realtime_clock import CATCH_UP, RealtimeClock
+from patchpar.stream.delivery import CATCH_UP, RealtimeClock
 
 CHUNK = 0.2
 """Seconds of a chunk."""

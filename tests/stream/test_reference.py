@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from patchpar.errors import PlanError
-from patchpar.stream.reference_image import load_reference_image
+from patchpar.stream.video_source import load_reference_image
 from tests.tensors import elsewhere
 from tests.unit.test_image_file import huge_png
 

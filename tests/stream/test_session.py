@@ -23,7 +23,7 @@ from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
-from patchpar.stream.delivery import StreamDelivery, StreamFormat
+from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
 from patchpar.stream.driver import OutputBlock, StreamLimits
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
@@ -37,7 +37,6 @@ from patchpar.stream.messages import (
     ReferenceUpdate,
     StreamRun,
 )
-from patchpar.stream.realtime_clock import RealtimeClock
 from patchpar.stream.session import StreamSession
 from tests.stream.tiny import AUDIO, FRAMES, sink
 from tests.tensors import elsewhere, noise
@@ -414,7 +413,7 @@ def test_the_frame_that_is_held_is_a_copy() -> None:
 def test_a_first_stage_that_is_lost_is_told_what_blocks_before_it_have_changed() -> None:
     """Also those that have begun and not come out."""
     driver, changed = session(Ranks())._driver, PromptUpdate(text="b", transition="blend", over=2)
-    driver._resume_state.updates, driver._resume_state.next_out = {"prompt": PromptUpdate(text="a")}, 1
+    driver._known, driver._next_out = {"prompt": PromptUpdate(text="a")}, 1
     orders = {1: (changed,), 2: (), 3: ()}
     driver._sent = {block: (BeginBlock(inputs=(), updates=updates), None) for block, updates in orders.items()}
     driver._note_lost(LostStage(block=3, start=0, stop=1))

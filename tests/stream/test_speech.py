@@ -30,15 +30,13 @@ from patchpar.stream.causal.speech_wan import REFERENCE_TIME
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.causal_model import Payload
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.convert import ConvertedModel, convert_checkpoint
+from patchpar.stream.config import CausalOptions, StreamConfig
+from patchpar.stream.convert import WAV2VEC2, ConvertedModel, convert_checkpoint
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.families import TWICE_SHIFTED
 from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.speech_checkpoint import WAV2VEC2
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.reference_wan import KV, Seen
 from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage
@@ -122,7 +120,7 @@ def heard(block: int) -> Payload:
 def seen(folder: Path, sign: int = 1) -> Reference:
     decoder = WanDecoder(loaded(folder)[1])
     image = sign * IMAGE
-    return Reference(latents=decoder.encode(image), video=decoder.encode_still(image, NUM_FRAMES))
+    return Reference(latents=decoder.encode(image), video=decoder.encode(image, still=NUM_FRAMES - 1))
 
 
 def begun(folder: Path) -> dict[int, tuple[Change, ...]]:

@@ -12,12 +12,13 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
-from patchpar.stream.stage_link import BlockSignal
+from patchpar.stream.stage import FinishedBlock, Order, StageIO
+from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
-from tests.stream.tiny import sink, speech, stream, text
+from tests.stream.tiny import run_of, sink, speech, stream, text
 from tests.unit.threads import on_threads
 
 EVERYTHING: dict[int, tuple[Change, ...]] = {
@@ -140,9 +141,8 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
     plan, cancelled, credit = StreamPlan.even(2, 3), threading.Event(), threading.Semaphore(6)
     models, decoded = {rank: stream(2) for rank in range(3)}, []
 
-    def order(block: int, patience: float) -> StageOrder:
-        sign = BlockSignal.BLOCK if credit.acquire(timeout=0.05) else BlockSignal.REST
-        return StageOrder(sign=sign, inputs=(speech(block),))
+    def order(block: int, patience: float) -> Order:
+        return BeginBlock(inputs=(speech(block),), updates=()) if credit.acquire(timeout=0.05) else None
 
     def put(finished: FinishedBlock) -> None:
         decoded.append(finished.block)
@@ -150,7 +150,7 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
 
     def twice(transport: Any) -> Any:
         around = StageIO(order=order, put=put, is_cancelled=cancelled.is_set)
-        StageLoop(models[transport.rank], plan, transport.rank, Communicator(transport), around).run()
+        StageLoop(models[transport.rank], plan, transport.rank, Communicator(transport), around, run_of()).run()
         return stage(transport, models, plan, Script(EVERYTHING))[0]
 
     *_, outcome = on_threads(3, twice, deadline=60.0)
@@ -184,14 +184,7 @@ def test_a_stage_that_is_late_is_noticed_within_the_deadline() -> None:
     assert "0.3 s" in str(error)
 
 
-def test_what_cannot_be_run() -> None:
-    around = StageIO(order=lambda *_: StageOrder(sign=BlockSignal.END), put=print, is_cancelled=lambda: False)
+def test_texts_of_different_lengths_cannot_be_blended() -> None:
     model = stream(2)
-    with pytest.raises(PlanError, match="3 steps, but the model has 2"):
-        StageLoop(model, StreamPlan.even(3, 1), 0, None, around)
-    with pytest.raises(PlanError, match="2 ranks for each step, but the model was made for 1"):
-        StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
-    with pytest.raises(PlanError, match="no communicator to the others"):
-        StageLoop(model, StreamPlan.even(2, 2), 0, None, around)
     with pytest.raises(PlanError, match="cannot be blended"):
         model.apply(model.new_state(0), Prompt(text=text(1)[:, :2], transition="blend", over=1))

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo, VideoSource, frames_from
@@ -110,10 +112,9 @@ class FromVideo(Script):
 
     def order(self, block: int, patience: float) -> Any:
         order = super().order(block, patience)
-        if not order.inputs:
+        if not isinstance(order, BeginBlock):
             return order
-        source = images()[first_frame(block) : first_frame(block + 1)]
-        return type(order)(sign=order.sign, inputs=order.inputs, changes=order.changes, frames=source)
+        return replace(order, frames=images()[first_frame(block) : first_frame(block + 1)])
 
 
 def made() -> Any:

@@ -11,11 +11,11 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
-from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
+from patchpar.stream.events import StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.messages import StreamRun
 from tests.tensors import noise

@@ -11,8 +11,8 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from patchpar.stream.convert import WAV2VEC2
 from patchpar.stream.model_index import HIGH_NOISE
-from patchpar.stream.speech_checkpoint import WAV2VEC2
 from tests.stream.test_convert import SAFETENSORS, Weights, original
 from tests.stream.tiny import transformer
 from tests.tensors import noise

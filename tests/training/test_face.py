@@ -10,8 +10,7 @@ from PIL import Image
 from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.config import StreamConfig
+from patchpar.stream.config import CausalOptions, StreamConfig
 from training import package
 from training.checkpoint import load, save
 from training.evaluate_face import Talk, avatar_of, frames_of, packaged_avatar

@@ -19,8 +19,7 @@ from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
 from patchpar.models.image_file import MOST_PIXELS, read_image_file, read_mask_file
 from patchpar.stream import video_source
-from patchpar.stream.reference_image import load_reference_image
-from patchpar.stream.video_source import frames_from
+from patchpar.stream.video_source import frames_from, load_reference_image
 
 SIDE = 9_400  # pixels, of an image that would take most of a gigabyte while it is decoded
 

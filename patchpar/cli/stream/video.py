@@ -32,7 +32,7 @@ HOLD = 0.5
 def stream_video(request: StreamFlags) -> None:
     """Run the stream and report. Raises PlanError and the errors of the ranks."""
     from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.reference_image import load_reference_image
+    from patchpar.stream.video_source import load_reference_image
 
     folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None

@@ -79,11 +79,11 @@ class AudioConfig:
 
     @property
     def before(self) -> int:
-        """See AudioInputs."""
+        """Image frames before a block whose samples it needs."""
         return self.tokens - 1
 
     def shape(self, frames: int) -> tuple[int, ...]:
-        """See AudioInputs."""
+        """Return the shape of the inputs of a block of `frames` latent frames."""
         return 1, frames, self.tokens, self.levels
 
     def inputs(self, samples_N: Tensor, images: range, latents: range) -> Tensor:
@@ -109,12 +109,8 @@ def audio_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
     loudness = frames.square().mean(1, keepdim=True)
     spectrum = torch.fft.rfft(frames * torch.hann_window(width, periodic=True)).abs().square()
     spectrum = spectrum * (8 / 3 * 2 / width**2)  # the bands then sum to the mean square of the samples
-    return _decibels(torch.cat([loudness, spectrum @ _bands(width, config)], 1))
-
-
-def _decibels(power: Tensor) -> Tensor:
-    """Map power to -1 at -100 dB and below, 1 at full scale."""
-    return (10 * torch.log10(power.clamp_min(1e-10)) + 50) / 50
+    power = torch.cat([loudness, spectrum @ _bands(width, config)], 1)
+    return (10 * torch.log10(power.clamp_min(1e-10)) + 50) / 50  # -1 at -100 dB and below, 1 at full scale
 
 
 def _bands(width: int, config: AudioConfig) -> Tensor:

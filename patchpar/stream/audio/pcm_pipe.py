@@ -14,14 +14,10 @@ from patchpar.plan.scalars import is_whole
 
 SampleFormat = Literal["u8", "s16le", "s24le", "s32le", "f32le"]
 BITS = {"u8": 8, "s16le": 16, "s24le": 24, "s32le": 32, "f32le": 32}
-OTHERS = {
-    b"OggS": "Ogg",
-    b"fLaC": "FLAC",
-    b"ID3\x03": "MP3",
-    b"ID3\x04": "MP3",
-    b"\x1aE\xdf\xa3": "Matroska",
-    b"RIFX": "RIFX",
-}
+NUMBERS = {"u8": ("u1", 2**7), "s16le": ("<i2", 2**15), "f32le": ("<f4", 1)}
+"""How numpy reads samples, and their full scale; others are or become 32 bits."""
+OTHERS = {b"OggS": "Ogg", b"fLaC": "FLAC", b"ID3\x03": "MP3", b"ID3\x04": "MP3", b"RIFX": "RIFX"}
+OTHERS |= {b"\x1aE\xdf\xa3": "Matroska"}
 """Formats that are no samples, by their first bytes."""
 INTEGERS, FLOATS, EXTENSIBLE = 1, 3, 0xFFFE
 """Format tags of WAV."""
@@ -57,18 +53,12 @@ class PcmFormat:
 
     def samples(self, data: bytes) -> Tensor:
         """Convert whole samples to [channels, N] between -1 and 1."""
-        values: Any
-        if self.form == "f32le":
-            values = np.frombuffer(data, "<f4").astype(np.float32)
-        elif self.form == "u8":
-            values = np.frombuffer(data, "u1").astype(np.float32) / 128 - 1
-        elif self.form == "s24le":  # as the upper bytes of 32 bits, which keep the sign
+        if self.form == "s24le":  # as the upper bytes of 32 bits, which keep the sign
             wide = np.zeros((len(data) // 3, 4), np.uint8)
             wide[:, 1:] = np.frombuffer(data, "u1").reshape(-1, 3)
-            values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
-        else:
-            bits = BITS[self.form]
-            values = np.frombuffer(data, f"<i{bits // 8}").astype(np.float32) / 2 ** (bits - 1)
+            data = wide.tobytes()
+        kind, scale = NUMBERS.get(self.form, ("<i4", 2**31))
+        values = np.frombuffer(data, kind).astype(np.float32) / scale - (self.form == "u8")
         return torch.from_numpy(np.ascontiguousarray(values.reshape(-1, self.channels).T))
 
     def __str__(self) -> str:

@@ -4,15 +4,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.speech.config import SpeechConfig
 from patchpar.plan.scalars import is_number, plain
-from patchpar.stream.audio.inputs import AudioInputs
+from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.resample import Resampler
 
+AudioInputs = AudioConfig | SpeechConfig
+"""How much audio a block of a model needs, and what the model makes of it."""
 MARGIN = 0.2  # s; pushes that are late by less leave no gap
 
 
@@ -32,7 +36,6 @@ class SampleBuffer:
         self.start = self.end = 0
 
     def push(self, samples_N: Tensor) -> None:
-        """Append samples [N]."""
         if len(samples_N):
             self._pieces.append(samples_N)
             self.end += len(samples_N)
@@ -48,7 +51,6 @@ class SampleBuffer:
         return torch.cat(found)
 
     def drop_before(self, number: int) -> None:
-        """Drop the samples before this number."""
         while self._pieces and self.start + len(self._pieces[0]) <= number:
             self.start += len(self._pieces.popleft())
         if self._pieces and number > self.start:
@@ -56,12 +58,29 @@ class SampleBuffer:
             self.start = number
 
     def drop_from(self, number: int) -> None:
-        """Drop the samples from this number on."""
         while self._pieces and self.end - len(self._pieces[-1]) >= number:
             self.end -= len(self._pieces.pop())
         if self._pieces and number < self.end:
             self._pieces[-1] = self._pieces[-1][: number - self.end]
             self.end = number
+
+
+class AudioSource(Protocol):
+    """The source of a stream's audio; all of it is there, unless a source says otherwise."""
+
+    def is_here(self, block: int) -> bool:
+        """Whether all audio that block `block` needs is available."""
+        return True
+
+    def seconds_until_silence(self, block: int) -> float | None:
+        """How long a block waits for its audio until silence takes its place; None for ever."""
+        return None
+
+    def is_over(self, block: int) -> bool:
+        """Whether the audio ends before this block begins."""
+
+    def take(self, block: int) -> tuple[Tensor, Tensor]:
+        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""
 
 
 class KeepAlive:
@@ -141,12 +160,10 @@ class AudioTrack:
             self._rest, self._end = None, self._samples.end
 
     def be_silent(self) -> None:
-        """Use silence without end."""
         self._is_silent = True
 
     @property
     def is_kept_alive(self) -> bool:
-        """Whether silence takes the place of audio that has not been pushed in time."""
         return self._keep_alive is not None
 
     def seconds_from(self, block: int) -> float:
@@ -154,7 +171,6 @@ class AudioTrack:
         return max(0, self._samples.end - self._sample(self._images(block)[0])) / self._config.rate
 
     def is_over(self, block: int) -> bool:
-        """Whether the audio ends before this block begins."""
         return self._end is not None and self._end <= self._sample(self._images(block)[0])
 
     def is_here(self, block: int) -> bool:
@@ -195,7 +211,6 @@ class AudioTrack:
         return next(ends), next(ends)
 
     def _sample(self, image: int) -> int:
-        """The first sample of an image frame."""
         return math.floor(image * self._config.rate / self._config.fps)
 
     def _last_sample(self, image: int) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from patchpar.stream.causal.rope import Rotary, RotaryPositions, rotate
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPass, WindowSize
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 
 Hearing = AudioConditioner | SpeechParts
 """What gives a transformer cross-attention to audio."""
@@ -106,7 +106,6 @@ class CausalWan:
 
     @property
     def _heads(self) -> int:
-        """Attention heads of this rank."""
         heads: int = self.transformer.config.num_attention_heads
         return heads if self.inner is None else len(self.inner.heads(heads).query)
 

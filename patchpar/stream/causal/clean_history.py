@@ -4,24 +4,13 @@
 
     step of a block    all denoising steps, then a pass at noise level 0 that stores the keys and values of later blocks
 
-All steps of a block read one window, and a block can begin when the one before is finished. So the steps are one stage
-of the pipeline, which several ranks can share, and only decoding runs beside it:
-
-    frames per second = F / max(T c + c, v)    F frames a block, T steps and the last pass of c seconds, v to decode
-
 `RecomputedHistoryStream`, as in Krea Realtime:
 
     step of a block    a pass at noise level 0 over the last window - 1 finished blocks, then all denoising steps
 
-Blocks that have left the window have no effect, since no keys and values are kept that were computed with them: errors
-do not add up over a long stream (Krea Realtime 14B, 2025, built on Self-Forcing, arXiv:2506.08009). The frames of the
-window are its first ones in time: the window begins at position 0 for every block. Its oldest latent frame, which
-stands for 4 images, is replaced by the encoding of the last of them, since Wan's autoencoder gives the first latent
-frame of a video one image only.
-
-All steps of a block are one stage of the pipeline, which also decodes, since a block needs images of the one before:
-
-    frames per second = F / (T c + (w - 1) c + v + e)    w blocks in the window, e seconds to encode an image
+The frames of the window are its first ones in time: the window begins at position 0 for every block. Its oldest latent
+frame, which stands for 4 images, is replaced by the encoding of the last of them, since Wan's autoencoder gives the
+first latent frame of a video one image only. What both cost is in docs/stream-models.md.
 """
 
 from __future__ import annotations
@@ -57,7 +46,6 @@ class CleanHistoryStream(WanStream):
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
-        """Denoise a block, and store the keys and values of the result."""
         self._blend(state)
         state.memory.advance()
         finished = self._denoised(state, block, payload, position=block)

@@ -38,7 +38,6 @@ class WanDecoder:
         return int(self.vae.config.scale_factor_temporal)
 
     def new_state(self) -> DecoderState:
-        """Return the empty state of a new video."""
         return DecoderState()
 
     def finish(self, state: DecoderState) -> Tensor:
@@ -61,23 +60,16 @@ class WanDecoder:
             out = unpatchify(out, patch_size=vae.config.patch_size)
         return out.clamp(-1, 1)[0].transpose(0, 1)
 
-    def encode(self, image_1CHW: Tensor, *, chunks: int = 0) -> Tensor:
-        """Encode an image [1, 3, height, width] between -1 and 1 to normalized latents [1, C, 1 + chunks, H, W].
+    def encode(self, image_1CHW: Tensor, *, still: int = 0, chunks: int = 0) -> Tensor:
+        """Encode an image [1, 3, height, width] between -1 and 1 to normalized latents [1, C, 1 + more, H, W].
 
-        `chunks`: groups of 4 grey images that follow it, as image-to-video models take them.
+        `still`: further latent frames of the still image. `chunks`: groups of 4 grey images that follow, as
+        image-to-video models take them, each one latent frame.
         """
         image = image_1CHW[:, :, None].to(self.vae.device, self.vae.dtype)
-        grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
-        return self.normalized(self.vae.encode(torch.cat([image, grey], 2)).latent_dist.mode())
-
-    def encode_still(self, image_1CHW: Tensor, count: int) -> Tensor:
-        """Encode an image [1, 3, height, width] between -1 and 1, as a still video, to `count` latent frames.
-
-        Returns normalized latents [1, C, count, H, W].
-        """
-        image = image_1CHW[:, :, None].to(self.vae.device, self.vae.dtype)
-        video = image.expand(-1, -1, 1 + (count - 1) * self.per_latent, -1, -1)
-        return self.normalized(self.vae.encode(video).latent_dist.mode())
+        repeated = image.repeat(1, 1, 1 + still * self.per_latent, 1, 1)
+        grey = torch.zeros_like(image).repeat(1, 1, 4 * chunks, 1, 1)
+        return self.normalized(self.vae.encode(torch.cat([repeated, grey], 2)).latent_dist.mode())
 
     def normalized(self, latents_BCFHW: Tensor) -> Tensor:
         """Return the autoencoder's latents [B, C, F, H, W] as transformers take them."""

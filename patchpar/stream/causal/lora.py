@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +66,6 @@ class LoraFile:
         return f"{self.path}:{self.scale:g}"
 
 
-@dataclass(slots=True, kw_only=True)
-class LoraFactors:
-    """The matrices of one module: `down` [rank, in], `up` [out, rank], and alpha."""
-
-    down: Tensor | None = None
-    up: Tensor | None = None
-    alpha: float | None = None
-    names: list[str] = field(default_factory=list)
-
-    def delta(self, scale: float, alpha: float | None) -> Tensor:
-        """Return scale * alpha / rank * up down in float32, [out, in]. `alpha`: that of the file, None for the rank."""
-        assert self.down is not None, "a LoRA that was read is whole"
-        assert self.up is not None, "a LoRA that was read is whole"
-        rank = self.down.shape[0]
-        alpha = self.alpha if self.alpha is not None else alpha
-        return (scale * (rank if alpha is None else alpha) / rank) * (self.up.float() @ self.down.float())
-
-
 @torch.no_grad()
 def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None = None) -> int:
     """Add a LoRA to the weights of `transformer`, which keep their dtypes; returns the number of changed layers.
@@ -93,35 +75,34 @@ def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None 
     """
     entries = read_entries(lora.path)
     weights = tensors_of(lora.path, entries, entry_of(entries, ENTRIES))
-    factors = _by_module(lora.path, weights)
-    renamed = diffusers_modules(factors)
+    by_module = _names_by_module(lora.path, weights)
+    renamed = diffusers_modules(by_module)
     layers = dict(transformer.named_modules()) | dict(() if beside is None else beside.named_modules())
-    for module, found in factors.items():
-        _check(lora.path, found, layers.get(renamed[module]))
-    alpha = _alpha_of(lora.path)
-    alpha = lora.alpha if alpha is None else alpha
-    for module, found in factors.items():
+    for module, names in by_module.items():
+        _check(lora.path, weights, names, layers.get(renamed[module]))
+    of_all = _alpha_of(lora.path)
+    of_all = lora.alpha if of_all is None else of_all
+    for module, names in by_module.items():
         weight: Any = layers[renamed[module]].weight
-        weight.copy_(weight.float() + found.delta(lora.scale, alpha).to(weight.device))
-    return len(factors)
+        down, up = weights[names["down"]], weights[names["up"]]
+        alpha = float(weights[names["alpha"]]) if "alpha" in names else of_all
+        factor = lora.scale * (len(down) if alpha is None else alpha) / len(down)
+        weight.copy_(weight.float() + (factor * (up.float() @ down.float())).to(weight.device))
+    return len(by_module)
 
 
-def _by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, LoraFactors]:
-    found: dict[str, LoraFactors] = {}
+def _names_by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
+    """The names of the matrices `down` [rank, in] and `up` [out, rank] of each module, and of its `alpha`, if any."""
+    found: dict[str, dict[str, str]] = {}
     unknown = list[str]()
     for name, x in weights.items():
         if match := FACTOR.fullmatch(name):
-            factors = found.setdefault(match[1], LoraFactors())
-            if match[2] in DOWN:
-                factors.down = x
-            else:
-                factors.up = x
-            factors.names.append(name)
+            found.setdefault(match[1], {})["down" if match[2] in DOWN else "up"] = name
         elif (match := ALPHA.fullmatch(name)) and x.numel() == 1 and 0 <= float(x) <= LARGEST_ALPHA:
-            found.setdefault(match[1], LoraFactors()).alpha = float(x)
+            found.setdefault(match[1], {})["alpha"] = name
         else:
             unknown.append(name)
-    halves = [module for module, factors in found.items() if factors.down is None or factors.up is None]
+    halves = [module for module, names in found.items() if not {"down", "up"} <= names.keys()]
     if unknown or halves or not found:
         what = f"what is no LoRA: {first_names(unknown)}" if unknown else f"half a LoRA: {first_names(halves)}"
         raise UnsupportedModel(
@@ -131,17 +112,16 @@ def _by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, LoraFacto
     return found
 
 
-def _check(file: Path, factors: LoraFactors, layer: nn.Module | None) -> None:
-    assert factors.down is not None, "a LoRA that was read is whole"
-    assert factors.up is not None, "a LoRA that was read is whole"
-    name = factors.names[0]
+def _check(file: Path, weights: Mapping[str, Tensor], names: Mapping[str, str], layer: nn.Module | None) -> None:
     if not isinstance(layer, nn.Linear):
-        raise UnsupportedModel(f"{file}: {name} belongs to no linear layer of this transformer: was it made for it?")
+        raise UnsupportedModel(
+            f"{file}: {names['down']} belongs to no linear layer of this transformer: was it made for it?"
+        )
     out, inside = layer.weight.shape
-    down, up = tuple(factors.down.shape), tuple(factors.up.shape)
+    down, up = (tuple(weights[names[half]].shape) for half in ("down", "up"))
     if len(down) != 2 or not down[0] or down[1] != inside or up != (out, down[0]):
         raise UnsupportedModel(
-            f"{file}: {', '.join(factors.names)} have shapes {down} and {up}, but this layer takes (rank, {inside}) "
+            f"{file}: {', '.join(names.values())} have shapes {down} and {up}, but this layer takes (rank, {inside}) "
             f"and ({out}, rank): was it made for this transformer?"
         )
 

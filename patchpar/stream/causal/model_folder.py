@@ -52,7 +52,6 @@ class StreamFolder:
 
     @property
     def frames(self) -> int:
-        """Images of one block, in the steady state."""
         return self.config.blocks.frames * self.per_latent
 
     def exchange_bytes(self, itemsize: int) -> int:

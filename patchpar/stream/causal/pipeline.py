@@ -13,8 +13,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.devices import Devices
 from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import path_of, shipped_name
-from patchpar.stream.audio.inputs import AudioSource
 from patchpar.stream.audio.sources import Audio, audio_source, check_voices
+from patchpar.stream.audio.track import AudioSource
 from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
@@ -25,9 +25,16 @@ from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, 
 from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
-from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import FrameSources, LiveVideo, Video, VideoSource, frames_from, pose_frames
+from patchpar.stream.video_source import (
+    FrameSources,
+    LiveVideo,
+    Video,
+    VideoSource,
+    frames_from,
+    load_reference_image,
+    pose_frames,
+)
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype
 
 

@@ -24,7 +24,6 @@ class PatchGrid:
 
     @property
     def tokens(self) -> int:
-        """Tokens per frame."""
         return self.rows * self.columns
 
 
@@ -46,22 +45,15 @@ class RotaryPositions:
         grid_positions = grid_positions or (range(grid.rows), range(grid.columns))
         rows, columns = (_table(width, at) for width, at in zip(widths[1:], grid_positions, strict=True))
         self._space = tuple(
-            torch.cat(
-                [
-                    row.view(grid.rows, 1, -1).expand(grid.rows, grid.columns, -1),
-                    column.view(1, grid.columns, -1).expand(grid.rows, grid.columns, -1),
-                ],
-                -1,
-            ).flatten(0, 1)
+            torch.cat([row.repeat_interleave(grid.columns, 0), column.repeat(grid.rows, 1)], 1)
             for row, column in zip(rows, columns, strict=True)
         )
 
     def at(self, frames: Sequence[int]) -> Rotary:
         """Return (cos, sin), each [1, tokens, 1, d], of frames at these times, which may be negative. d: head width."""
         times = _table(self._time_width, frames)
-        n = self.grid.tokens
         cos, sin = (
-            torch.cat([time[:, None].expand(-1, n, -1), space.expand(len(frames), -1, -1)], -1).flatten(0, 1)
+            torch.cat([time.repeat_interleave(self.grid.tokens, 0), space.repeat(len(frames), 1)], 1)
             for time, space in zip(times, self._space, strict=True)
         )
         return cos[None, :, None].to(self.device), sin[None, :, None].to(self.device)

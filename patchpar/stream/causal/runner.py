@@ -22,19 +22,19 @@ from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.causal_wan import CausalWan, Hearing
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
-from patchpar.stream.causal.conditions import StepConditions
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
-from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.events import Change, Prompt, Reference
+from patchpar.stream.config import CausalOptions
+from patchpar.stream.events import Change, Prompt, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
-from patchpar.stream.resumable_stage import ResumableStage
 from patchpar.stream.stage import StageStats
+from patchpar.stream.stage_link import connected
+from patchpar.stream.stage_loop import StageLoop
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,
@@ -49,7 +49,7 @@ TRAINING_CHUNKS = 20
 class StreamRunner(StageRunner):
     """One rank of a block-causal stream."""
 
-    _stage: ResumableStage | None = None
+    _stage: StageLoop | None = None
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         config, plan, rank = self._config, self._plan, self._context.rank
@@ -67,7 +67,9 @@ class StreamRunner(StageRunner):
         self._to_device(pipe.vae, pipe.text_encoder, *loaded)
         transformers = loaded or [pipe.transformer]
         check_inner(plan.inner, heads=transformers[0].config.num_attention_heads)
-        group = self._step_group(stage.ranks) if len(stage.ranks) > 1 else None
+        ranks, group = stage.ranks, None
+        if len(ranks) > 1:
+            group = StepGroup(connected(self._comm), Axis("inner", ranks.index(rank), len(ranks), tuple(ranks)))
         if audio is not None:
             audio.to(self._device if loaded else None, transformers[0].dtype)
         self._networks = [network_of(transformer.eval(), config.blocks, audio, group) for transformer in transformers]
@@ -77,12 +79,6 @@ class StreamRunner(StageRunner):
     def _links(self) -> DeviceLinks:
         links, finisher = super()._links(), self._plan.finisher  # sends the first block back, for the adaptive sink
         return replace(links, pairs=(*links.pairs, (finisher, 0))) if finisher else links
-
-    def _step_group(self, ranks: range) -> StepGroup:
-        """The ranks of this rank's stage."""
-        assert self._comm is not None, "several ranks have a communicator"
-        axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
-        return StepGroup(self._comm, axis)
 
     def _audio_of(self, folder: Path, *, has_steps: bool) -> Hearing | None:
         """What the model hears with, on the CPU; without weights on a rank that only decodes.
@@ -120,7 +116,7 @@ class StreamRunner(StageRunner):
             self._stage = None  # frees its memory before the next one is made
         if self._stage is None:
             rank, comm = self._context.rank, self._comm
-            self._stage = ResumableStage(self._model(run), self._plan, rank, comm, stage_io, run)
+            self._stage = StageLoop(self._model(run), self._plan, rank, comm, stage_io, run)
         if run.continues:
             self._stage.go_on(stage_io, run.first_block)
         return self._stage.run()
@@ -131,7 +127,6 @@ class StreamRunner(StageRunner):
 
     @property
     def _is_conditioned(self) -> bool:
-        """Whether the transformer takes an image in its channels."""
         config = self._networks[0].transformer.config
         return bool(config.in_channels > config.out_channels)
 
@@ -144,7 +139,6 @@ class StreamRunner(StageRunner):
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
-        """Encode the text or image of an update."""
         if isinstance(update, PromptUpdate):
             text, _ = self._pipe.encode_prompt(
                 update.text,
@@ -158,7 +152,7 @@ class StreamRunner(StageRunner):
             image = from_pixels(update.image).to(self._device)
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
-                video = self._decoder.encode_still(image, NUM_FRAMES)
+                video = self._decoder.encode(image, still=NUM_FRAMES - 1)
             masks = None if update.masks is None else self._by_patches(update.masks)
             return Reference(latents=self._decoder.encode(image), video=video, masks=masks)
         return update

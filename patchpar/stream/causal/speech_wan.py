@@ -23,7 +23,7 @@ from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPas
 from patchpar.stream.causal.causal_wan import BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.causal_options import CausalOptions
+from patchpar.stream.config import CausalOptions
 
 REFERENCE_TIME = 30
 """The reference's place in training, in latent frames after the first one of a video."""
@@ -47,7 +47,6 @@ class SpeechWan(CausalWan):
         self._hooks.after(transformer.patch_embedding, self._posed)
 
     def velocity(self, memory: KVWindow, x_BCFHW: Tensor, text_BTD: Tensor, inputs: BlockInputs) -> Tensor:
-        """See CausalWan."""
         self._pose = inputs.pose
         try:
             return super().velocity(memory, x_BCFHW, text_BTD, inputs)
@@ -94,7 +93,6 @@ class SpeechWan(CausalWan):
         return cos, sin
 
     def _packed_rotary(self, latents_BCFHW: Tensor) -> Rotary:
-        """Positions of the packed frames, cached."""
         size = (latents_BCFHW.shape[3], latents_BCFHW.shape[4])
         if size not in self._packed:
             rope = self.transformer.rope

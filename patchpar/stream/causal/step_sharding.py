@@ -51,7 +51,6 @@ class ShardedFrames:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
         return tuple(self.frames * self.bands.size(group_rank) for group_rank in range(self.axis.size))
 
     def own(self, hidden_BLD: Tensor) -> Tensor:
@@ -94,7 +93,6 @@ class StepGroup:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.axis.size
 
     def heads(self, heads: int) -> HeadAssignment:

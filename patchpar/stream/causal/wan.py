@@ -1,10 +1,7 @@
 """`WanStream`: a Wan-type transformer as a CausalModel, with prompt changes, rolling sink and decoding.
 
-    step of a block    velocity of the block-causal transformer at the noise level of the step, then the flow schedule
-    Prompt             switch, cut, blend or recache, from the next block on
-    Reference          another sink frame; an adaptive sink is the first frame of the first finished block
-
-Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
+A step of a block is the velocity of the block-causal transformer at the noise level of the step, then the flow
+schedule. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
 
 from collections import deque
@@ -19,10 +16,9 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.conditions import PromptBlend, StepConditions
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference
+from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 
@@ -106,7 +102,6 @@ class WanStream(CausalModel):
 
     @torch.no_grad()
     def restored(self, step: int, conditions: StepConditions) -> StepState:
-        """See CausalModel."""
         state = self._kind(
             step=step,
             memory=self._of(step).memory(self._run.rows, self._run.columns),
@@ -117,7 +112,6 @@ class WanStream(CausalModel):
         return state
 
     def _of(self, step: int) -> CausalWan:
-        """The transformer of a step."""
         low = self._low_noise
         return self._network if low is None or step < low.start else low.network
 
@@ -197,7 +191,6 @@ class WanStream(CausalModel):
             state.now = replace(state.now, text=blend.text, blending=None if blend.is_done else blend)
 
     def _noise(self, block: int, step: int) -> Tensor | None:
-        """The noise that is added at the end of a denoising step, if any."""
         if not self._schedule.needs_noise(step):
             return None
         return to_device(keyed_noise(self._run.seed, block, step + 1, self._latents.shape), self._device)

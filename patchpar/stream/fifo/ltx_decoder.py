@@ -124,7 +124,6 @@ class LtxDecoder:
         return int(self._vae.temporal_compression_ratio)
 
     def new_state(self) -> StreamingLayer:
-        """Return the empty state of a new video."""
         return _decoder(self._vae)
 
     def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ with weights of 2.1.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from diffusers import (
@@ -27,22 +27,8 @@ from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.messages import ModelFacts
 from patchpar.stream.model_index import low_noise_below
 
-
-class FrameDecoder(Protocol):
-    """Decode finished latent frames one by one. The first gives one image, each further one `per_latent`."""
-
-    @property
-    def per_latent(self) -> int:
-        """Images per latent frame after the first."""
-
-    def new_state(self) -> Any:
-        """Return the empty state of a new video."""
-
-    def decode(self, state: Any, latents_BCFHW: Tensor) -> Tensor:
-        """Return the images that no later frame changes, [frames, 3, height, width] between -1 and 1."""
-
-    def finish(self, state: Any) -> Tensor:
-        """Return the images left at the end of a video, [frames, 3, height, width] between -1 and 1."""
+FrameDecoder = WanDecoder | LtxDecoder
+"""Decodes latent frames one by one. The first gives one image, each further one `per_latent`."""
 
 
 class FrameNetwork(ABC):
@@ -84,12 +70,10 @@ class FrameNetwork(ABC):
 
     @property
     def channels(self) -> int:
-        """Channels of the latents."""
         return int(self._transformer.config.in_channels)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self._transformer.device
 
     @abstractmethod

@@ -11,7 +11,6 @@ from patchpar.stream.config import LONGEST_PROMPT
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.queue import FifoConfig
-from patchpar.stream.fifo.stage import fifo_plan
 from patchpar.stream.json_fields import number, text
 from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.model_index import LTX, local_folder, read_index, transformer_class
@@ -81,7 +80,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         _check_kind(str(folder), path)
         config = config or FifoConfig()
         found, zones = resolve_devices_of_task(devices), config.queue.zones
-        plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
+        plan = plan or StreamPlan.even(zones, min(len(found.names), zones + 1))
         if plan.ranks > len(found.names) or plan.steps != zones or plan.inner > 1:
             raise PlanError(
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "

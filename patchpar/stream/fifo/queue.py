@@ -1,7 +1,5 @@
 """FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of latent frames at rising noise levels.
 
-A model of short videos generates a video without end, without training.
-
     time                 --->
     finished | zone 3 | zone 2 | zone 1 | zone 0 | <- noise          a zone: half as many frames as the model sees
       clean    ........ noisier ........... noise                    a window: two zones, of which the later is denoised

@@ -11,9 +11,8 @@ import torch
 from patchpar.comm.device_links import DeviceLinks
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.model import FifoModel
 from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
-from patchpar.stream.fifo.stage import FifoStage
+from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
 from patchpar.stream.plan import StageSteps

@@ -5,29 +5,92 @@
 
 A rank sends the leaving frame at the start of a tick, before it computes anything; the cleaner rank sends back frames
 of its last tick. There is no collective, and the output does not depend on the number of ranks.
+
+Shapes: B batch, C channels, F latent frames, H x W latent pixels, T text tokens, D width.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
-from patchpar.errors import PlanError
-from patchpar.stream.fifo.model import FifoModel
-from patchpar.stream.fifo.queue import FrameQueue
+from patchpar.shard.host_memory import to_device
+from patchpar.stream.causal.decoder import as_pixels
+from patchpar.stream.causal_model import Payload
+from patchpar.stream.events import Change, Prompt, PromptBlend
+from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
+from patchpar.stream.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
+from patchpar.stream.flow_schedule import keyed_noise
+from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Stage, StageIO
-from patchpar.stream.stage_link import (
-    WHERE,
-    BlockEnvelope,
-    BlockSignal,
-    OutgoingMessages,
-    check_connected,
-    received,
-)
+from patchpar.stream.stage_link import WHERE, BlockEnvelope, BlockSignal, OutgoingMessages, received
+
+
+class FifoModel:
+    """One stream on this rank. Without denoising `network` has no weights; without decoding `decoder` is None."""
+
+    def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: StreamRun) -> None:
+        self.queue, self.first_frame = queue, run.first_block
+        self._network, self.decoder, self._run = network, decoder, run
+        self._prompt: Prompt | None = None
+        self._blending: tuple[PromptBlend, ...] = ()  # of the prompt, and of the negative prompt if there is one
+
+    def payload(self) -> tuple[TensorSpec, ...]:
+        """Return shape and dtype of the frame passed from rank to rank: latents [1, C, 1, H, W] in float32."""
+        return (TensorSpec((1, self._network.channels, 1, self._run.rows, self._run.columns), torch.float32),)
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        """Return the noise [1, C, 1, H, W] of frame number `block`."""
+        noise = keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape)
+        return (to_device(noise, self._network.device),)
+
+    def apply(self, change: Change) -> None:
+        """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
+        assert isinstance(change, Prompt), "a FifoSession changes nothing else"
+        if change.transition == "blend":
+            now = self._prompt
+            assert now is not None, "a stream begins with a prompt"
+            texts = ((now.text, change.text), (now.negative, change.negative))
+            self._blending = tuple(
+                PromptBlend(start=start, end=end, over=change.over)
+                for start, end in texts
+                if start is not None and end is not None
+            )
+        else:
+            self._prompt, self._blending = change, ()
+
+    @torch.no_grad()
+    def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
+        """Return the first queue of a stream, these zones of it. Denoising stops early if not `wanted`."""
+        first, window = self.first_frame, self.queue.window
+        noise = torch.cat([self.begin(first + frame, ())[0] for frame in range(window)], 2)
+        video = generate_first_video(self.queue, noise, self._velocity, wanted)
+        return first_queue(self.queue, zones, video, self._run.seed, first)
+
+    @torch.no_grad()
+    def advance(self, queue: FrameQueue) -> None:
+        """Denoise a queue by one tick, after its `shift`."""
+        if self._blending and self._prompt is not None:
+            self._blending = tuple(blend.advanced() for blend in self._blending)
+            text, *negative = (blend.text for blend in self._blending)
+            self._prompt = replace(self._prompt, text=text, negative=negative[0] if negative else None)
+            self._blending = () if self._blending[0].is_done else self._blending
+        queue.advance(self._velocity)
+
+    def _velocity(self, x_BCFHW: Tensor, sigmas: Sequence[float]) -> Tensor:
+        prompt = self._prompt
+        assert prompt is not None, "a stream begins with a prompt"
+        conditional = self._network.predict(x_BCFHW, sigmas, prompt.text)
+        if self._run.guidance_scale <= 1 or prompt.negative is None:
+            return conditional
+        unconditional = self._network.predict(x_BCFHW, sigmas, prompt.negative)
+        return unconditional + self._run.guidance_scale * (conditional - unconditional)
 
 
 class StageNeighbours(OutgoingMessages):
@@ -57,13 +120,15 @@ class FrameExit:
     """Decodes finished latent frames, and holds each until all its images are decoded."""
 
     def __init__(self, model: FifoModel, stage_io: StageIO) -> None:
-        self._model, self._stage_io = model, stage_io
-        self._memory = model.decoder.new_state()
+        assert model.decoder is not None, "the rank that decodes has the decoder"
+        self._model, self._stage_io, self._decoder = model, stage_io, model.decoder
+        self._memory: Any = model.decoder.new_state()
         self._born: dict[int, int] = {}  # of the frames in the queue
         self._waiting: deque[tuple[int, Tensor]] = deque()
         self._images: list[Tensor] = []
         self._count = 1  # images of the next frame
 
+    @torch.no_grad()
     def take(self, envelope: BlockEnvelope, frame: Tensor) -> None:
         """Decode a frame [1, C, 1, H, W] that left the queue in this tick. Those before the first are dropped."""
         self._born[envelope.block] = envelope.born
@@ -71,33 +136,33 @@ class FrameExit:
         if number < self._model.first_frame or envelope.sign is not BlockSignal.BLOCK:
             return
         self._waiting.append((number, frame))
-        self._show(self._model.decode(self._memory, frame))
+        self._put(self._decoder.decode(self._memory, frame))
 
+    @torch.no_grad()
     def finish(self) -> None:
         """Decode the remaining images, after the last frame."""
         if self._waiting and not self._stage_io.is_cancelled():
-            self._show(self._model.decode(self._memory, None))
+            self._put(self._decoder.finish(self._memory))
 
-    def _show(self, images_FHWC: Tensor) -> None:
-        self._images += images_FHWC.unbind(0)
+    def _put(self, images_FCHW: Tensor) -> None:
+        self._images += as_pixels(images_FCHW).unbind(0)
         while self._waiting and len(self._images) >= self._count:
             number, frame = self._waiting.popleft()
             frames, self._images = torch.stack(self._images[: self._count]), self._images[self._count :]
-            self._count = self._model.decoder.per_latent
+            self._count = self._decoder.per_latent
             self._stage_io.put(
                 FinishedBlock(block=number, frames=frames, latents=(frame,), born=self._born.pop(number))
             )
 
 
 class FifoStage(Stage):
-    """Runs rank `rank` of `plan`, whose steps are zones, in one stream. Raises PlanError."""
+    """Runs rank `rank` of `plan`, whose steps are zones, in one stream."""
 
     _model: FifoModel
 
     def __init__(
         self, model: FifoModel, plan: StreamPlan, rank: int, comm: Communicator | None, stage_io: StageIO
     ) -> None:
-        _check(model, plan, comm)
         super().__init__(model, plan, rank, comm, stage_io, model.first_frame)
         stage = self._position.stage
         self._zones, self._drain = stage.steps, model.queue.levels
@@ -108,7 +173,6 @@ class FifoStage(Stage):
         self._exit = FrameExit(model, stage_io) if stage.decodes else None
 
     def _work(self, envelope: BlockEnvelope) -> None:
-        """One tick."""
         (entering,), queue, first = envelope.payload, self._queue, self._model.first_frame
         is_tick = envelope.block >= first + self._model.queue.window  # earlier frames are those of the first video
         leaving = queue.first if queue is not None and is_tick else entering
@@ -141,23 +205,3 @@ class FifoStage(Stage):
             self._neighbours.receive()  # receive the last message, which is not used
         self._neighbours.settle()
         super()._settle()
-
-
-def fifo_plan(zones: int, ranks: int) -> StreamPlan:
-    """Return a plan that assigns zones to ranks as evenly as possible; the last rank decodes. Raises PlanError."""
-    if ranks > zones + 1:
-        raise PlanError(
-            f"{ranks} ranks, but a queue of {zones} zones uses at most {zones + 1}: use at most {zones + 1}, or more "
-            "partitions"
-        )
-    return StreamPlan.even(zones, ranks)
-
-
-def _check(model: FifoModel, plan: StreamPlan, comm: Communicator | None) -> None:
-    if plan.steps != model.queue.zones:
-        raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
-    if plan.inner > 1:
-        raise PlanError(
-            f"inner={plan.inner}: a zone is denoised by one rank; use inner=1, and more partitions for more ranks"
-        )
-    check_connected(plan.ranks, comm)

@@ -3,8 +3,7 @@
 push ---> [ waiting requests ] ---> the rank with the least to do, as soon as there is credit
 deliver  <--- [ reordering ] <--- ranks
 
-Ranks know nothing of one another: each runs in a call of its own. If one dies, its requests go to others, or to it when
-it has been started anew; an image depends on its request only.
+Each rank runs in a call of its own. If one dies, its requests go to others, or to it when it has been started anew.
 """
 
 import logging
@@ -14,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, get_args
 
 from patchpar.errors import LaunchError, PlanError
@@ -74,9 +74,8 @@ class ImageDriver(RankDriver):
     ) -> None:
         super().__init__(options.ranks, options.ranks + options.lead)
         self._run, self._options, self._deliver = run, options, deliver
-        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
-        self._pushed: dict[int, float] = {}
-        self._due: deque[int] = deque()  # requested numbers, in the order of delivery
+        self._waiting: deque[ImageRequest] = deque()
+        self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
         self._sends: dict[int, Callable[[Any], None]] = {}  # of the ranks that take requests
         self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
@@ -89,24 +88,22 @@ class ImageDriver(RankDriver):
 
     @property
     def takes_more(self) -> bool:
-        """Whether images can be pushed."""
         return not self._is_stopping and not self.is_over
 
     @property
     def has_waiting(self) -> bool:
-        """Whether an image waits for credit."""
         return bool(self._waiting)
 
     def push(self, arguments: Mapping[str, Any]) -> int:
         """Request one more image; returns its number. With intake "latest" it replaces those that wait."""
         with self.changed:
-            for number, _ in self._waiting:  # none where the intake is "all"
-                del self._pushed[number]
+            for request in self._waiting:  # none where the intake is "all"
+                del self._pushed[request.number]
                 self.replaced += 1
             self._waiting.clear()
             number, self.number = self.number, self.number + 1
             self._pushed[number] = time.perf_counter()
-            self._waiting.append((number, arguments))
+            self._waiting.append(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
             self._order()
             return number
 
@@ -156,16 +153,11 @@ class ImageDriver(RankDriver):
             )
             return False
         if is_given_up or not self._restarts.take():
-            self._fail(error)
+            self._failure = error
+            self._order_cancel()
             return False
         self._todo[rank], self.status = {}, "degraded"
         return True
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
-        self._waiting.clear()
-        self._left_over.clear()
-        self._end_ranks()
 
     def _on_rank(self, rank: int, send: SendToRank) -> None:
         """A rank runs and can receive messages."""
@@ -183,8 +175,8 @@ class ImageDriver(RankDriver):
                 self._deaths[rank] = 0
                 self._note_recovery()
                 self._generated[event.number] = event.image
-                while self._due and self._due[0] in self._generated:
-                    self._release(self._due.popleft())
+                for number in [*takewhile(self._generated.__contains__, self._pushed)]:
+                    self._release(number)
                 self._order()
                 self.changed.notify_all()
 
@@ -193,7 +185,7 @@ class ImageDriver(RankDriver):
         self._deliver(ImageResult(number=number, image=self._generated.pop(number), latency=latency))
 
     def _upcoming(self) -> int:
-        return self._waiting[0][0] if self._waiting else self.number
+        return self._waiting[0].number if self._waiting else self.number
 
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
@@ -201,9 +193,7 @@ class ImageDriver(RankDriver):
             self._request(rank, self._left_over.popleft())
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
-            number, arguments = self._waiting.popleft()
-            self._due.append(number)
-            self._request(rank, ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
+            self._request(rank, self._waiting.popleft())
             self.changed.notify_all()
         has_work = self._waiting or self._left_over or any(self._todo.values())
         if self._is_stopping and not has_work:

@@ -47,7 +47,6 @@ class MediaFeed:
         return f"live/{self.name}"
 
     def close(self) -> None:
-        """End the feed."""
         self.is_over = True
 
     def parts(self) -> AsyncIterator[bytes]:
@@ -74,7 +73,6 @@ class ImageFeed(MediaFeed):
 
     @property
     def count(self) -> int:
-        """Number of images so far."""
         return self._newest[0]
 
     def put(self, image: Any) -> None:

@@ -28,11 +28,9 @@ class FramePlayer:
         self._thread = threading.Thread(target=self._play, name="patchpar-player", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def add(self, frames_FHWC: Tensor) -> None:
-        """Append frames."""
         with self._changed:
             self._waiting.extend(frames_FHWC)
             room = len(frames_FHWC) + (self._slack or 0)

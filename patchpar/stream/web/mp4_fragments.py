@@ -65,7 +65,6 @@ class FragmentEncoder:
         return list(self._fragments(self._encoder.add(frames_FHWC, pts, audio_N)))
 
     def close(self) -> list[Mp4Fragment]:
-        """Return the remaining fragments."""
         found = list(self._fragments(self._encoder.rest()))
         self._container.close()
         return found

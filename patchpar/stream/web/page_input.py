@@ -56,7 +56,6 @@ class PageInput(Generic[T]):
             self._changed.notify()
 
     def close(self) -> None:
-        """End the pieces."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -73,25 +72,21 @@ class PageInput(Generic[T]):
 
 
 class PageMicrophone(PageInput[tuple[Tensor, int]]):
-    """Audio of the page."""
+    """Audio of the page: `audio` yields samples [channels, N] between -1 and 1, and their rate, as they come."""
+
+    audio = PageInput.pieces
 
     def __init__(self) -> None:
         super().__init__("the microphone of the page", WAITING_PIECES)
 
-    def audio(self) -> Iterator[tuple[Tensor, int]]:
-        """Yield samples [channels, N] between -1 and 1, and their rate, as they come."""
-        return self.pieces()
-
 
 class PageCamera(PageInput[Any]):
-    """Images of the page."""
+    """Images of the page: `images` yields PIL images as they come; of those that have not been taken, the newest."""
+
+    images = PageInput.pieces
 
     def __init__(self) -> None:
         super().__init__("the camera of the page", 1)
-
-    def images(self) -> Iterator[Any]:
-        """Yield PIL images as they come; of those that have not been taken, the newest."""
-        return self.pieces()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,13 +89,11 @@ class WebServer:
 
     @property
     def url(self) -> str:
-        """URL of the server."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._socket.getsockname()[1]}"
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server is running."""
         return self._thread is not None and not self._ended.is_set()
 
     def serve(self, application: Any, *, grace: int = 2) -> None:
@@ -122,7 +120,6 @@ class WebServer:
             time.sleep(0.02)
 
     def wait(self) -> None:
-        """Wait until the server has ended."""
         while self.is_serving:
             self._ended.wait(0.5)
 

@@ -64,7 +64,6 @@ class VideoWriter:
             self._container.mux(packet)
 
     def close(self) -> None:
-        """Write the remaining packets and finish the container."""
         for packet in self._encoder.rest():
             self._container.mux(packet)
         self._container.close()
@@ -126,23 +125,20 @@ class VideoEncoder:
             yield packet
 
     def _encoded(self, audio_N: Tensor, at: int) -> Iterator[Any]:
-        """Packets of audio. Dropped frames become silence, since an encoder takes no gaps."""
+        """Packets of audio. Dropped frames become silence, since an encoder takes no gaps.
+
+        Timestamps are sample counts, to avoid rounding twice. Live, the first samples are dropped for PRIMING.
+        """
+        import av
+
         lost = at - self._received if at - self._received > self._resampler.rate * TOLERANCE else 0
         samples = functional.pad(audio_N.float(), (lost, 0))
         self._received += len(samples)
-        yield from self._audio_packets(self._resampler.push(samples))
-
-    def _audio_packets(self, samples_N: Tensor) -> Iterator[Any]:
-        """Timestamps are sample counts, to avoid rounding twice. Live, the first samples are dropped for PRIMING."""
-        import av
-
-        first, self._written = self._written, self._written + len(samples_N)
-        samples = samples_N[max(0, PRIMING - first) if self._form.is_live else 0 :].contiguous()
-        if len(samples):
-            frame = av.AudioFrame.from_ndarray(samples.numpy()[None], format="fltp", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = (
-                AUDIO_RATE,
-                self._written - len(samples),
-                Fraction(1, AUDIO_RATE),
-            )
+        ready = self._resampler.push(samples)
+        first, self._written = self._written, self._written + len(ready)
+        ready = ready[max(0, PRIMING - first) if self._form.is_live else 0 :].contiguous()
+        if len(ready):
+            frame = av.AudioFrame.from_ndarray(ready.numpy()[None], format="fltp", layout="mono")
+            frame.sample_rate, frame.time_base = AUDIO_RATE, Fraction(1, AUDIO_RATE)
+            frame.pts = self._written - len(ready)
             yield from self._audio.encode(frame)

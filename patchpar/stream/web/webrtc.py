@@ -65,7 +65,6 @@ class FrameTrack(MediaStreamTrack):  # type: ignore[misc]  # aiortc has no types
         self._is_new.set()
 
     async def recv(self) -> Any:
-        """Return the next frame, as aiortc asks for it."""
         import av
 
         await self._is_new.wait()
@@ -136,7 +135,6 @@ class RtcPeers:
 
     @property
     def watchers(self) -> int:
-        """Number of connected browsers."""
         return len(self._peers)
 
     def add(self, frames_FHWC: Tensor, audio_N: Tensor | None) -> None:
