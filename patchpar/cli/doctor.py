@@ -212,6 +212,9 @@ def _print(findings: dict[str, Any]) -> None:
     machine = findings["host"]
     typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_of_memory(machine['free_bytes'])} free")
     for card in findings["devices"]:
+        if card["error"]:
+            typer.echo(f"device    {card['device']} cannot be used: {card['error']}")
+            continue
         memory = f"{_of_memory(card['free_bytes'])} of {_of_memory(card['total_bytes'])} free"
         peers = "" if not card["peers"] else f", reaches the memory of {', '.join(card['peers'])}"
         capability = f", compute capability {card['capability']}" if card["capability"] else ""

@@ -20,7 +20,8 @@ LEAST_SHARED = 2**29  # bytes of it that are enough for NCCL; a container has 2*
 def graphics_cards() -> list[dict[str, Any]]:
     """Return of each accelerator its name, memory in bytes, compute capability, and the others that it can address.
 
-    What torch does not know of a type of device is None.
+    What torch does not know of a type of device is None. `error`: why torch cannot use the device, of which it then
+    knows nothing, such as a driver that is older than its CUDA.
     """
     from patchpar.launch.accelerators import KINDS, device_count
 
@@ -28,6 +29,14 @@ def graphics_cards() -> list[dict[str, Any]]:
 
 
 def _card(kind: str, index: int) -> dict[str, Any]:
+    try:
+        return {**_facts(kind, index), "error": None}
+    except RuntimeError as error:  # the driver's list of devices is longer than that of CUDA
+        unknown = dict.fromkeys(("name", "free_bytes", "total_bytes", "capability", "peers"))
+        return {"device": f"{kind}:{index}", **unknown, "error": " ".join(str(error).split())}
+
+
+def _facts(kind: str, index: int) -> dict[str, Any]:
     from patchpar.launch.accelerators import device_count, device_module, name_of
 
     module = device_module(kind)
@@ -87,7 +96,7 @@ def lacks(devices: Sequence[str], cards: Sequence[Mapping[str, Any]]) -> list[st
     """
     from patchpar.launch.handshake import needs_group
 
-    used = [card for card in cards if card["device"] in devices]
+    used = [card for card in cards if card["device"] in devices and card["name"] is not None]
     found = list(_without_kernels(used))
     if needs_group(tuple(devices)):
         found += [*_without_peers(used), *_without_shared_memory()]

@@ -47,7 +47,7 @@ def group_backend(device: torch.device) -> str:
             f"the default group of torch.distributed ({config}) cannot carry tensors of {device}: initialise it with "
             "init_process_group() without a backend, or with 'cpu:gloo' in it"
         )
-    return found
+    return "nccl" if found.startswith("nccl") else found  # torch has it in several implementations
 
 
 def kind_of(device: str) -> str:

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.executor import CLOSED, CallAborted
@@ -225,7 +225,8 @@ class GroupControl(Control):
     def __init__(self) -> None:
         import torch.distributed as dist
 
-        self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=REPLY_SECONDS))
+        made: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=REPLY_SECONDS))
+        self._group: ProcessGroup | None = made  # from torch 2.15 on it may be a number, of ranks that are not in it
 
     @property
     def group(self) -> ProcessGroup:

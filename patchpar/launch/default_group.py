@@ -24,7 +24,7 @@ from patchpar.launch.accelerators import (
     kind_of_card,
 )
 from patchpar.launch.handshake import INTERFACE, interface_between_ranks
-from patchpar.launch.nccl_failures import failures_are_raised
+from patchpar.launch.nccl_failures import failures_are_raised, name_in_torch
 from patchpar.launch.rendezvous import JOB
 from patchpar.launch.time_limit import TimedOut, time_limited
 
@@ -67,7 +67,7 @@ def form_group(backend: str, store: Store, own: GroupRank) -> None:
     values_of_all(store, own, "here", "")
     form = partial(
         dist.init_process_group,
-        backend,
+        name_in_torch(backend),
         store=store,
         rank=own.rank,
         world_size=own.world_size,

@@ -3,6 +3,9 @@
 NCCL notices within moments that a rank on another host is gone, or has ended its communicators, as it does at its
 deadline. A thread of torch looks for that ten times in a second, and acts on it before this rank comes to its own
 deadline.
+
+From torch 2.15 on "nccl" names another implementation of groups, with which no deadline, abort or graph has been tried
+on GPUs. The one of before is there under a name of its own.
 """
 
 import os
@@ -16,6 +19,16 @@ FAILURES_ARE_RAISED = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",  # else the thread sleeps for a minute, and who destroys the group waits
 }
 """Settings of groups of NCCL whose failures are exceptions of the exchange that is late, or the next one."""
+
+NCCL = "nccl"
+FORMER = "nccl-legacy"  # to torch; unknown before 2.14
+
+
+def name_in_torch(backend: str) -> str:
+    """Return the name by which torch makes groups of a backend whose failures are exceptions here."""
+    import torch.distributed as dist
+
+    return FORMER if backend == NCCL and dist.is_backend_available(FORMER) else backend
 
 
 @contextmanager

@@ -59,12 +59,13 @@ class DeferredModule(ModuleType):
 class Deferral:
     """A module to defer. `answers`: by attribute, called with the module and the name.
 
-    `alone`: its submodules that do not need it to have run; None for all.
+    `alone`: its submodules that do not need it to have run; None for all. `first`: what is imported in its place.
     """
 
     module: str
     answers: Mapping[str, Callable[[DeferredModule, str], Any]] = field(default_factory=dict)
     alone: frozenset[str] | None = None
+    first: str = ""
 
 
 def decorated_later(module: DeferredModule, name: str) -> Callable[[Any], Any]:
@@ -150,15 +151,14 @@ SYMBOLS = Deferral(
         "sym_or": partial(called_later, known=lambda *given: any(given)),
         "sym_eq": partial(called_later, known=eq),
         "is_nested_int": partial(called_later, known=lambda size: False),
-        **dict.fromkeys(("guarding_hint_or_throw", "has_guarding_hint"), called_later),
+        **dict.fromkeys(("guarding_hint_or_throw", "has_guarding_hint", "has_free_unbacked_symbols"), called_later),
     },
 )
 ALGEBRA = Deferral(module="sympy", answers={"Basic": lambda *_: NoInstances}, alone=frozenset())
 NETWORKS = ("models.transformers", "models.autoencoders", "models.unets", "hooks")
 PACKAGES = tuple(Deferral(module=f"diffusers.{name}") for name in NETWORKS)
-DOWNLOADS = Deferral(module="requests", alone=frozenset())
-"""For images and videos by URL."""
-EXPORT = Deferral(module="torch.export")
+DOWNLOADS = Deferral(module="requests", alone=frozenset())  # for images and videos by URL
+EXPORT = Deferral(module="torch.export", first="torch.fx")  # which torch._logging needs first, from 2.15 on
 UNUSED = tuple(Deferral(module=f"torch.{name}") for name in ("masked", "nn.intrinsic", "quantization"))
 """Packages that torch imports for who looks for them in it."""
 DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *UNUSED, *PACKAGES)
@@ -167,7 +167,6 @@ DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *UNUSED, *PACKAGES)
 SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"
 """The module of transformers that reads files for the names in them, its cached function for a folder, and the one for
 what `__all__` lists in a file, which looks at every line."""
-LISTED = "\n__all__"
 
 
 def scan_quickly(module: Any) -> None:
@@ -176,7 +175,7 @@ def scan_quickly(module: Any) -> None:
     if scan is not None and hasattr(scan, "cache_info"):
         setattr(module, SCAN, cache(scan.__wrapped__))
     if names is not None:
-        setattr(module, NAMES, lambda content: names(content[content.rfind(LISTED) + 1 :]))
+        setattr(module, NAMES, lambda content: names(content[content.rfind("\n__all__") + 1 :]))
 
 
 OPERATORS, SOURCE = "torch._library.utils", "get_source"
@@ -218,7 +217,7 @@ class DeferringLoader(Loader):
     """Makes a DeferredModule for the `loader` of the real one."""
 
     def __init__(self, loader: Loader, deferral: Deferral) -> None:
-        self._state = {LOADER: loader, DEFERRAL: deferral}
+        self._loader, self._deferral = loader, deferral
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """See Loader."""
@@ -226,16 +225,17 @@ class DeferringLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """See Loader. Nothing runs yet."""
-        module.__dict__.update({**self._state, DECORATIONS: []})
+        module.__dict__.update({LOADER: self._loader, DEFERRAL: self._deferral, DECORATIONS: []})
+        if self._deferral.first:
+            importlib.import_module(self._deferral.first)
 
 
 class DeferringFinder(MetaPathFinder):
     """Finds modules as deferred ones, as long as it `defers`, and runs those that a submodule needs."""
 
     def __init__(self, deferred: Sequence[Deferral]) -> None:
-        self.deferred = tuple(deferred)
+        self.deferred, self.defers = tuple(deferred), True
         self._by_name = {each.module: each for each in deferred}
-        self.defers = True
 
     @property
     def is_needed(self) -> bool:

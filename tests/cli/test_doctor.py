@@ -137,8 +137,29 @@ def test_what_is_said_of_each_gpu() -> None:
         "total_bytes": 80,
         "capability": "9.0",
         "peers": ["cuda:1"],
+        "error": None,
     }
     assert (second["device"], second["peers"]) == ("cuda:1", [])
+
+
+def test_gpus_whose_driver_is_too_old_are_there_and_cannot_be_used(
+    fake: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver lists them, and torch's CUDA is newer than it: all else is found all the same."""
+
+    def too_old(*_: Any) -> Any:
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020).")
+
+    pretend(monkeypatch, gpus := FakeGpus(["A"]))
+    monkeypatch.setattr(gpus, "mem_get_info", too_old, raising=False)
+    (card,) = graphics_cards()
+    assert card.pop("error") == "The NVIDIA driver on your system is too old (found version 12020)."
+    assert card.pop("device") == "cuda:0"
+    assert set(card.values()) == {None}
+    assert lacks(["cuda:0"], graphics_cards()) == []
+    monkeypatch.setattr(LocalExecutor, "call", lambda *_: [1, 1])
+    result = run("doctor", "--devices", "cpu:2")
+    assert "device    cuda:0 cannot be used: The NVIDIA driver on your system is too old (found" in result.stdout
 
 
 @pytest.mark.parametrize(

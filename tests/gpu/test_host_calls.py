@@ -7,6 +7,7 @@ in docs/figures/gpu-counts.md. The networks have the layers of SDXL and FLUX, na
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -39,6 +40,7 @@ CEILINGS = {
     ("flux", "fresh-edges:context=pooled"): 141,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
+INLINED = int(sys.version_info >= (3, 12))  # comprehensions, of which the plain model has more: they are no calls there
 OF_ONE_EXCHANGE = {
     "keys and values of all ranks, into one buffer": 19,
     "corrections of all ranks": 21,
@@ -70,7 +72,7 @@ def test_an_exchange_point_calls_no_more_of_python_than_its_ceiling(
     models: dict[str, Tiny], model: str, strategy: str
 ) -> None:
     found = added_calls(models[model], strategy)
-    assert found <= CEILINGS[model, strategy], f"{found:.1f} calls"
+    assert found <= CEILINGS[model, strategy] + INLINED, f"{found:.1f} calls"
 
 
 @pytest.mark.parametrize("strategy", ["exact", "fresh-edges"])

@@ -55,7 +55,9 @@ def test_the_backend_of_a_device(group, backend, message, of_gpu):
     assert group_backend(GPU) == of_gpu
 
 
-@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl"])
+@pytest.mark.parametrize(
+    "config", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo", "cuda:nccl", "cuda:nccl-legacy", "cuda:nccl2"]
+)
 def test_a_group_of_several_backends(monkeypatch, config):
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     assert group_backend(GPU) == "nccl"

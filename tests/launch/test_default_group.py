@@ -17,7 +17,7 @@ from patchpar.errors import LaunchError
 from patchpar.launch import default_group, torchrun_connection
 from patchpar.launch.default_group import GroupRank, backend_for, check_default_group, form_group
 from patchpar.launch.handshake import GroupStore
-from patchpar.launch.nccl_failures import FAILURES_ARE_RAISED
+from patchpar.launch.nccl_failures import FAILURES_ARE_RAISED, name_in_torch
 from patchpar.launch.time_limit import longest_wait
 from tests.launch.fake_gpus import FakeGpus
 from tests.launch.threads_as_ranks import ranks_of_torchrun
@@ -111,7 +111,7 @@ def test_ranks_that_see_one_gpu_each_have_one_each(monkeypatch, made):
     executors = ranks_of_torchrun(monkeypatch, gpus)
     for rank, executor in enumerate(executors):
         backend, kwargs = made[rank]
-        assert backend == "nccl"
+        assert backend == name_in_torch("nccl")
         assert kwargs["device_id"] == torch.device("cuda:0")
         assert kwargs["timeout"] == timedelta(seconds=longest_wait(20.0))
         assert executor.devices == ("cuda:0", "cuda:0")
@@ -166,7 +166,7 @@ def test_ranks_of_several_hosts_tell_their_cards_before_they_have_a_group(monkey
     for cards, backend in [("AB", "nccl"), ("AA", "gloo")]:
         found = ranks_of_torchrun(monkeypatch, [FakeGpus([card]) for card in cards], one_host=False)
         assert [type(error) for error in found] == [Stop, Stop]
-        assert [made[rank][0] for rank in range(2)] == [backend] * 2
+        assert [made[rank][0] for rank in range(2)] == [name_in_torch(backend)] * 2
         assert made[0][1]["device_id"] == (torch.device("cuda:0") if backend == "nccl" else None)
 
 
@@ -194,6 +194,14 @@ def test_ranks_that_nccl_does_not_connect_fail_within_the_deadline(monkeypatch):
                 formed.result(timeout=20)
         finally:
             blocked.set()
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
+def test_the_group_is_of_the_implementation_of_nccl_that_has_been_tried(monkeypatch, made, name):
+    """From torch 2.15 on "nccl" is another one, and the one of before has a name of its own."""
+    monkeypatch.setattr(dist, "is_backend_available", {"nccl", name}.__contains__)
+    form_group("nccl", dist.HashStore(), replace(OWN, world_size=1))
+    assert made[0][0] == name
 
 
 def test_torch_does_not_end_the_process_where_nccl_fails(monkeypatch):

@@ -101,6 +101,18 @@ def test_nothing_is_compiled_or_symbolic_before_it_runs(compiler: Any) -> None:
     assert has_run(compiler)
 
 
+def test_what_others_rely_on_is_imported_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch.fx, which torch 2.15 cannot import from where it first asks for it but in torch.export."""
+    (tmp_path / "late_of_a_test.py").write_text("import early_of_a_test")
+    (tmp_path / "early_of_a_test.py").write_text(CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with quick_imports([Deferral(module="late_of_a_test", first="early_of_a_test")]):
+        late = import_module("late_of_a_test")
+    assert has_run(sys.modules["early_of_a_test"])
+    assert not hasattr(late, "__nothing__"), "which runs nothing"
+    assert "early_of_a_test" not in vars(late)
+
+
 def test_one_finder_stays_as_long_as_a_module_has_not_run(compiler: Any) -> None:
     """Also after a second context; none does where all have."""
     assert len(finders()) == 1

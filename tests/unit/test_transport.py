@@ -410,6 +410,19 @@ def test_torch_ends_no_process_before_the_deadline_has_passed_many_times(deadlin
     assert groups._timeout.total_seconds() >= longest_wait(deadline) == 300 * deadline
 
 
+@pytest.mark.parametrize("name", ["nccl", "nccl-legacy"])
+def test_groups_are_of_the_implementation_of_nccl_that_has_been_tried(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also in a default group of a script, which may be of the other one."""
+    made = list[str]()
+    monkeypatch.setattr(dist, "is_backend_available", {"nccl", name}.__contains__)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout, backend, options: made.append(backend))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ProcessGroups("nccl", torch.device("cpu"), 1.0)._new((0, 1), bulk=True)
+    assert made == [name]
+
+
 @pytest.mark.parametrize("name", ["os.ftruncate", "mmap.mmap"])
 def test_memory_that_there_is_not_leaves_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
 from patchpar.launch.accelerators import current_index, select_device
-from patchpar.launch.nccl_failures import failures_are_raised
+from patchpar.launch.nccl_failures import failures_are_raised, name_in_torch
 from patchpar.launch.time_limit import TimedOut, longest_wait, time_limited
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class ProcessGroups:
     def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:
         """Return a new group of `ranks`; None on other ranks."""
         options = urgent_options(self._timeout) if self.backend == "nccl" and not bulk else None
-        made = dist.new_group(list(ranks), self._timeout, self.backend, options)
+        made = dist.new_group(list(ranks), self._timeout, name_in_torch(self.backend), options)
         return made if dist.get_rank() in ranks else None
 
     def has(self, ranks: tuple[int, ...]) -> bool:
