@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import wraps
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from diffusers import FluxTransformer2DModel, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
+from safetensors.torch import save_file
 
 import patchpar
 from patchpar import (
@@ -60,7 +62,10 @@ class Opened(ParallelPipeline):
         assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs", "secret_file", "transformer"}, (
             options
         )
-        return cls(tiny.build(FAMILIES.get(model, "sdxl")).pipe, **options)
+        pipe = tiny.build(FAMILIES.get(model, "sdxl")).pipe
+        if pipe.tokenizer_2 is pipe.tokenizer:  # which models of the hub have each their own
+            pipe.tokenizer_2 = copy.deepcopy(pipe.tokenizer)
+        return cls(pipe, **options)
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:
         bound = bind(self.description, args, arguments)
@@ -96,8 +101,11 @@ def streaming(folder: Path, real: Any, **wanted: Any) -> Any:
 
 
 def write_adapters(folder: Path) -> None:
-    """LoRAs by the names that the pages use."""
+    """LoRAs and a textual inversion by the names that the pages use."""
     folder.mkdir(parents=True)
+    encoders = {"clip_l": tiny.build("sdxl").pipe.text_encoder, "clip_g": tiny.build("sdxl").pipe.text_encoder_2}
+    vectors = {name: torch.zeros(1, each.config.hidden_size) for name, each in encoders.items()}
+    save_file(vectors, folder / "fox.safetensors")
     for weights in ("ink", "snow"):
         pipe = tiny.build("sdxl").pipe
         pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
