@@ -124,8 +124,11 @@ def test_a_model_without_a_prompt_ignores_it_and_says_so() -> None:
 
 
 def test_a_model_that_needs_more_than_requests_have_is_not_loaded() -> None:
-    with pytest.raises(PlanError, match="DiTPipeline, whose call needs class_labels, which no request has: serve a"):
-        check_task(purpose_of("DiTPipeline"))
+    for kind, needed in (("DiT", "class_labels"), ("FluxControl", "control_image")):
+        with pytest.raises(
+            PlanError, match=f"{kind}Pipeline, whose call needs {needed}, which `patchpar serve` does not"
+        ):
+            check_task(purpose_of(f"{kind}Pipeline"))
     for kind in ("Flux", "StableVideoDiffusion", "StableDiffusionInpaint", "WanImageToVideo", "DDPM"):
         check_task(purpose_of(f"{kind}Pipeline"))
 
