@@ -37,18 +37,16 @@ class Proxy:
 @pytest.mark.parametrize("path", ["", "/app"])
 def test_addresses_of_the_page_begin_with_what_the_proxy_names(path: str) -> None:
     host = "http://127.0.0.1:7860"
+    named = {"X-Forwarded-Prefix": "/behind, proxy", "X-Forwarded-Host": "a.example"}
     with closing(state_of()) as state:
-        with TestClient(add_page(FastAPI(), state, Address(), path or "/"), base_url=host) as client:
-            for headers, root in (
-                ({}, host),
-                ({"X-Forwarded-Prefix": PREFIX}, f"{host}{PREFIX}"),
-                (
-                    {"X-Forwarded-Prefix": "/behind, proxy", "X-Forwarded-Host": "a.example"},
-                    f"http://a.example{PREFIX}",
-                ),
-            ):
-                assert client.get(f"{path}/config", headers=headers).json()["root"] == f"{root}{path}"
-                assert client.get(f"{path}/nothing", headers=headers).status_code == 404
+        client = TestClient(add_page(FastAPI(), state, Address(), path or "/"), base_url=host)
+        for headers, root in (
+            ({}, host),
+            ({"X-Forwarded-Prefix": PREFIX}, f"{host}{PREFIX}"),
+            (named, f"http://a.example{PREFIX}"),
+        ):
+            assert client.get(f"{path}/config", headers=headers).json()["root"] == f"{root}{path}"
+            assert client.get(f"{path}/nothing", headers=headers).status_code == 404
 
 
 @pytest.mark.breadth
