@@ -219,8 +219,11 @@ class PipelineState:
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        random = caller_random_state() if self.ranks.kind == "local" else None
-        returned: MethodResult = self.ask(*words, **options, random=random)
+        if self.ranks.kind == "local":
+            options["random"] = caller_random_state()
+        elif self.ranks.kind == "torchrun":
+            options["on_ask"] = _rank_0s  # the ranks agree on random states
+        returned: MethodResult = self.ask(*words, **options)
         self.model = returned.described or self.model
         set_generators(generators_of(kwargs, args), returned.generators, returned.random)
         return returned
@@ -253,3 +256,8 @@ def set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
+
+
+def _rank_0s(question: Any) -> Any:
+    """Answer all ranks with what the first one has asked with."""
+    return question
