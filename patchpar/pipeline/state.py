@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
@@ -95,6 +96,12 @@ class PipelineState:
         everywhere = ranks.kind != "local"
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
+
+    def progress_bar(self, iterable: Any, total: int | None) -> Any:
+        """Return a progress bar of diffusers in this process."""
+        from diffusers import DiffusionPipeline
+
+        return DiffusionPipeline.progress_bar(SimpleNamespace(_progress_bar_config=self.progress), iterable, total)
 
     def read(self, name: str) -> Any:
         """Return an attribute of the pipeline: with workers a copy, under torchrun that of this process."""
