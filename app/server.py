@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import PlainTextResponse, StreamingResponse
+from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
@@ -21,7 +22,7 @@ from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored,
 from . import accessibility, click_feedback, event_stream, keyboard
 from .feeds import LiveFeed
 from .limits import MAX_BYTES
-from .origin import OwnRequests
+from .origin import BehindProxy, OwnRequests
 from .page import STYLE, build, theme
 from .state import AppState
 from .workers import AppConfig
@@ -123,6 +124,7 @@ def add_page(app: FastAPI, state: AppState, address: Address, path: str) -> Fast
         show_error=False,
         ssr_mode=False,
         enable_monitoring=False,
+        app_kwargs={"middleware": [Middleware(BehindProxy)]},
         theme=theme(),
         css_paths=[STYLE],
         head=accessibility.HEAD + click_feedback.HEAD + keyboard.HEAD + event_stream.HEAD,

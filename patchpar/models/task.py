@@ -28,6 +28,8 @@ NEEDS_ONE = re.compile(
 """Classes whose call has a default of None for an image that it requires."""
 NEEDS_MASK = re.compile("Inpaint|Fill")
 """Classes whose call has a default of None for a mask that it requires."""
+NEEDED_ALWAYS = ("control_image", "conditioning_frames")
+"""Required by every call that has them, whose default is None all the same."""
 VERBS: Mapping[str, str] = {"images": "generate", "video": "video"}
 ANY_PROMPT = "a photo"
 """For calls whose image nobody looks at: trials, warm-up calls, and calls that are recorded without values."""
@@ -38,7 +40,7 @@ class PipelineTask:
     """A pipeline's class and the signature of its call. `product`: its kind of output, "" if unknown.
 
     `parameters`: the arguments of its call with their defaults (None if there is none). `begins_with`: the required
-    input, "image" or "video"; "" if it needs none. `needs`: what else has no default, beside the prompt and a mask.
+    input, "image" or "video"; "" if it needs none. `needs`: what else is required, beside the prompt and a mask.
     """
 
     pipeline: str
@@ -51,6 +53,11 @@ class PipelineTask:
     def needs_mask(self) -> bool:
         """Whether its call needs a mask beside an image."""
         return "mask_image" in self.parameters and bool(NEEDS_MASK.search(self.pipeline))
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """What its call requires beside a prompt."""
+        return (*filter(None, [self.begins_with]), *(["mask_image"] if self.needs_mask else []), *self.needs)
 
 
 @cache
@@ -72,7 +79,11 @@ def purpose_of(pipeline: str) -> PipelineTask | None:
         product=_product_of(module, file),
         parameters=parameters,
         begins_with=begins_with[0] if begins_with else "",
-        needs=tuple(name for name in required if name not in (*BEGINS_WITH, "prompt", "mask_image")),
+        needs=tuple(
+            name
+            for name in parameters
+            if name in NEEDED_ALWAYS or (name in required and name not in (*BEGINS_WITH, "prompt", "mask_image"))
+        ),
     )
 
 
@@ -200,6 +211,11 @@ class RequestedTask:
             return
         if purpose.product not in ("", self.product):
             raise PlanError(f"this model is a {purpose.pipeline}, which makes {purpose.product}: {_way_of(purpose)}")
+        if purpose.needs:
+            raise PlanError(
+                f"this model is a {purpose.pipeline}, whose call needs {' and '.join(purpose.needs)}, which "
+                f"`patchpar {self.verb}` does not pass: call it in Python, or use a pipeline that needs none"
+            )
         if purpose.begins_with and self.has_image is False:
             raise PlanError(f"this model is a {purpose.pipeline}, which begins with {self._way_to_begin(purpose)}")
         if self.has_image and purpose.parameters and not self.converts and "image" not in purpose.parameters:

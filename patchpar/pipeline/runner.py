@@ -125,6 +125,8 @@ class PipelineRunner:
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
         `autocast`, `random`: see CallOptions. Raises UnsupportedModel for a returned network, and what the method does.
         """
+        if everywhere and self.context.world_size > 1:  # under torchrun each process has a random state of its own
+            TorchrunSync(self.context, self.device, kwargs, args).begin()
         self._adapters.leave()
         make_whole_for(self.pipe, name, args, kwargs, self._installed, self._held)
         self._encoders.give_back_for(name)
@@ -236,8 +238,7 @@ class PipelineRunner:
         with taken_random_state(self.pipe, kwargs, options, self.device, is_callers=is_callers) as kwargs:
             if self.context.rank not in options.members:
                 return IdleRank()
-            output, figures = self._run(kwargs, options)
-            mesh = self._installed.mesh
+            output, figures, mesh = *self._run(kwargs, options), self._installed.mesh
             is_equal = mesh is not None and mesh.of_one_image().rank > 0  # to another rank's
             return self._report(None if is_equal else output, (figures,), options)
 
@@ -291,10 +292,9 @@ class PipelineRunner:
         self._encoders.give_back()
 
     def _report(self, output: Any, figures: tuple[RankStats, ...], options: CallOptions) -> CallResult:
-        follows = options.random is not None and options.random.cpu is not None
         return CallResult(
             output=output,
             generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
-            random=random_state(self.device) if follows else None,
+            random=random_state(self.device) if options.random and options.random.cpu is not None else None,
             figures=figures,
         )

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from patchpar.errors import LaunchError, PlanError
@@ -101,6 +102,12 @@ class PipelineState:
         everywhere = ranks.kind != "local"
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
+
+    def progress_bar(self, iterable: Any, total: int | None) -> Any:
+        """Return a progress bar of diffusers in this process."""
+        from diffusers import DiffusionPipeline
+
+        return DiffusionPipeline.progress_bar(SimpleNamespace(_progress_bar_config=self.progress), iterable, total)
 
     def read(self, name: str) -> Any:
         """Return an attribute of the pipeline: with workers a copy, under torchrun that of this process."""
@@ -235,8 +242,11 @@ class PipelineState:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         args, kwargs = tuple(map(self._by_name, args)), {name: self._by_name(each) for name, each in kwargs.items()}
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        random = caller_random_state() if self.ranks.kind == "local" else None
-        returned: MethodResult = self.ask(*words, **options, random=random)
+        if self.ranks.kind == "local":
+            options["random"] = caller_random_state()
+        elif self.ranks.kind == "torchrun":
+            options["on_ask"] = _rank_0s  # the ranks agree on random states
+        returned: MethodResult = self.ask(*words, **options)
         self.model = returned.described or self.model
         set_generators(generators_of(kwargs, args), returned.generators, returned.random)
         return returned
@@ -274,3 +284,8 @@ def set_event() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
+
+
+def _rank_0s(question: Any) -> Any:
+    """Answer all ranks with what the first one has asked with."""
+    return question

@@ -7,7 +7,7 @@ FinalState -----> set it            sets it
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from patchpar.strategies.data.split import merge_outputs
 
 
 class TorchrunSync:
-    """One rank's part in a call with the arguments `kwargs`."""
+    """One rank's part in a call with the arguments `kwargs` and `args`."""
 
-    def __init__(self, context: RankContext, device: torch.device, kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, context: RankContext, device: torch.device, kwargs: Mapping[str, Any], args: Sequence[Any] = ()
+    ) -> None:
         self._context, self._device = context, device
-        self._generators = generators_of(kwargs)
+        self._generators = generators_of(kwargs, args)
 
     def begin(self) -> None:
         """Set all generators, also the default ones, to rank 0's states. Collective."""

@@ -270,9 +270,10 @@ def _check_bands(model: PipelineInfo, plan: Plan, size: tuple[int, int]) -> None
     if rows // unit < plan.patch:
         needed = plan.patch * unit * model.vae_scale
         lines = "columns" if name == "width" else "rows"
+        bands = f"{rows // unit} band{'s' * (rows // unit != 1)} of {unit} {lines}"
         raise PlanError(
-            f"{rows} latent {lines} make {rows // unit} bands of {unit} {lines}, but axis 'patch' has {plan.patch} "
-            f"ranks: use at most {max(1, rows // unit)}, or a {name} of at least {needed} pixels"
+            f"{rows} latent {lines} make {bands}, but axis 'patch' has {plan.patch} ranks: use at most "
+            f"{max(1, rows // unit)}, or a {name} of at least {needed} pixels"
         )
 
 

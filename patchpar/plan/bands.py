@@ -78,7 +78,9 @@ def split_bands(total: int, group_ranks: int, unit: int, ratio: tuple[int, ...] 
     """Split rows into bands of multiples of `unit`, the remainder in the last. Raises ValueError for too many ranks."""
     units = total // unit
     if group_ranks > units:
-        raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {group_ranks} ranks")
+        raise ValueError(
+            f"{total} latent rows make {units} band{'s' * (units != 1)} of {unit} rows, too few for {group_ranks} ranks"
+        )
     starts = starts_of(units, group_ranks, ratio)
     return Bands((*(start * unit for start in starts[:-1]), total))
 

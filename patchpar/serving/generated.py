@@ -1,11 +1,13 @@
 """What calls of the pipeline make."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.pipeline.report import Run
 from patchpar.serving.partial_images import CompletedImage, ImageFigures
+from patchpar.serving.refusals import check_one_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,13 @@ class FinishedCall:
         return ImageFigures.of(self.run, self.retries)
 
 
-def image_of(output: Any) -> Any:
-    """Return the first image of a call's output. Raises PlanError for one without images."""
+def image_of(output: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return the image of a call with `arguments`.
+
+    Raises PlanError for an output without images, and RequestError where there is one of each that was sent.
+    """
     images = getattr(output, "images", None)
     if not images:
         raise PlanError(f"this model returns {type(output).__name__}, which has no images")
+    check_one_result(arguments, len(images))
     return images[0]

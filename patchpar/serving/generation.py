@@ -192,7 +192,7 @@ class ImageGenerator:
                 kept.watch(latents)
                 previews = latents.previews if call.partial_images else None
                 made = self._made(job, call, call.seeds[number], plan, ranks, previews=previews)
-                image = image_of(made.output)
+                image = image_of(made.output, call.arguments)
                 latents.fit(image)
                 kept.runs.append(made.run)
                 kept.finish(

@@ -2,11 +2,16 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from patchpar.errors import PatchparError
+from patchpar.launch.remote_errors import has_broken_device
 from patchpar.models.refused_calls import refusal_by_diffusers, refusal_of_steps
+from patchpar.serving.image_call import STEPS
+from patchpar.serving.job import Cancelled, Suspended
+from patchpar.serving.out_of_memory import is_out_of_memory
 from patchpar.serving.pipeline_fields import PipelineFields
 from patchpar.serving.request_error import RequestError
 
@@ -17,6 +22,7 @@ PARAMS = {
     "height": "size",
     "width": "size",
     "mask_image": "mask",
+    "image": "image",
 }
 """Fields of requests by the names that errors of pipelines have for them."""
 
@@ -45,16 +51,40 @@ def check_name(name: str, served: str) -> None:
 
 
 @contextmanager
-def refused_calls_named(scheduler: Any, steps: int | None) -> Iterator[None]:
-    """Context of a call of so many steps. Raises RequestError, 400, where the pipeline or its scheduler refuses it."""
+def refused_calls_named(scheduler: Any, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Context of a call with `arguments`. Raises RequestError, 400, where the pipeline or its scheduler refuses it.
+
+    Also where a call with several images fails: what takes several of them is said by no signature.
+    """
+    steps, sent = arguments.get(STEPS), arguments.get("image")
     try:
         yield
     except Exception as error:
         if refusal := refusal_of_steps(scheduler, steps, error):
-            name = "num_inference_steps"
-            raise RequestError(f"{name}={steps}: {refusal}: use another number", param=name) from error
+            raise RequestError(f"{STEPS}={steps}: {refusal}: use another number", param=STEPS) from error
         if refusal := refusal_by_diffusers(error):
             log.warning("a request was refused by its pipeline", exc_info=error)
             param = next((PARAMS[word] for word in re.findall(r"\w+", refusal.lower()) if word in PARAMS), None)
             raise RequestError(f"the pipeline of this model refuses the request: {refusal}", param=param) from error
+        if isinstance(sent, list) and _is_of_the_model(error):
+            log.warning("a request with %d images failed", len(sent), exc_info=error)
+            reason = f"the call of this model failed with {type(error).__name__}: if it takes one image, send one"
+            raise _too_many(len(sent), reason) from error
         raise
+
+
+def check_one_result(arguments: Mapping[str, Any], results: int) -> None:
+    """Raise RequestError where the call of a request has made a result of each of its images."""
+    sent = arguments.get("image")
+    if isinstance(sent, list) and results > 1:
+        raise _too_many(len(sent), f"this model makes an image of each of the {len(sent)}: send them one by one")
+
+
+def _too_many(images: int, reason: str) -> RequestError:
+    return RequestError(f"{images} images: {reason}", param="image", code="unsupported_parameter")
+
+
+def _is_of_the_model(error: Exception) -> bool:
+    """Return whether an error is one of the code of a pipeline or its networks, and not of workers or devices."""
+    others = isinstance(error, (PatchparError, RequestError, Cancelled, Suspended))
+    return not (others or is_out_of_memory(error) or has_broken_device(error))

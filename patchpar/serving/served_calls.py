@@ -8,7 +8,6 @@ from patchpar.errors import LaunchError, RetriesExhausted, WorkerDied, WorkerErr
 from patchpar.pipeline.report import Run
 from patchpar.serving.generated import GeneratedImages, GeneratedVideo
 from patchpar.serving.generation import ImageGenerator
-from patchpar.serving.image_call import STEPS
 from patchpar.serving.job import Cancelled, Job, Suspended
 from patchpar.serving.metrics import ServerMetrics
 from patchpar.serving.out_of_memory import is_out_of_memory
@@ -90,9 +89,8 @@ class ServedCalls:
                 self._costs.observe(shape, job.takes, run.steps, run.seconds)
 
     def _run(self, job: Job, generate: Callable[[], T]) -> T:
-        steps = job.source.call.arguments.get(STEPS)
         try:
-            with refused_calls_named(self._generator.scheduler, steps):
+            with refused_calls_named(self._generator.scheduler, job.source.call.arguments):
                 return generate()
         except Suspended:
             self._metrics.suspensions.inc()

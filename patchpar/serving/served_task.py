@@ -22,10 +22,5 @@ def check_task(task: PipelineTask | None) -> None:
         raise PlanError(
             f"this model is a {task.pipeline}, which begins with a video: call it in Python, pipe(prompt, video=frames)"
         )
-    if task.needs:
-        raise PlanError(
-            f"this model is a {task.pipeline}, whose call needs {' and '.join(task.needs)}, which no request has: "
-            "serve a pipeline that makes them itself, or call it in Python"
-        )
     product: Product = "video" if task.product == "video" else "images"
     RequestedTask(verb="serve", product=product, has_image=None).check(task)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Generic, TypeVar
 
 from patchpar.errors import PlanError
@@ -68,10 +68,9 @@ class BaseSession(Closing, Generic[D, T, E]):
             self._driver.give_back()
         return item
 
-    async def __aiter__(self) -> AsyncIterator[T]:
-        """Iterate without blocking the event loop."""
-        while (item := await asyncio.to_thread(next, self, None)) is not None:
-            yield item
+    def __aiter__(self) -> AsyncIterator[T]:
+        """Iterate without blocking the event loop. An item for which a wait was ended is the next one."""
+        return _AsyncItems(self)
 
     def pause(self) -> E:
         """Begin nothing further until `resume`; what is in flight is still delivered.
@@ -144,3 +143,27 @@ class BaseSession(Closing, Generic[D, T, E]):
 
     def _effect(self, number: int) -> E:
         raise NotImplementedError
+
+
+class _AsyncItems(Generic[T]):
+    """Items of an iterator, each awaited in a thread. A wait that is cancelled (`asyncio.wait_for`) loses none."""
+
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._next: asyncio.Future[T | None] | None = None  # under way
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._next is None:
+            self._next = asyncio.ensure_future(asyncio.to_thread(next, self._items, None))
+        try:
+            item = await asyncio.shield(self._next)
+        except Exception:
+            self._next = None
+            raise
+        self._next = None
+        if item is None:
+            raise StopAsyncIteration
+        return item

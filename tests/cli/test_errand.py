@@ -50,6 +50,14 @@ def folder_of(pipeline: str, folder: Path) -> Path:
         (("generate", "a fox", "--image", "small.png"), "FluxInpaintPipeline", ["needs a mask: add --mask FILE"]),
         (("app", "--port", "0"), "FluxImg2ImgPipeline", ["begins with an image"]),
         (("generate", "a", "--num-images", "2"), "LattePipeline", ["makes video"]),
+        (
+            ("generate", "a fox"),
+            "FluxControlPipeline",
+            ["needs control_image, which `patchpar generate` does not pass"],
+        ),
+        (("generate", "a", "--image", "small.png"), "FluxControlNetPipeline", ["needs control_image"]),
+        (("video", "a fox", "-o", "x.mp4"), "AnimateDiffControlNetPipeline", ["needs conditioning_frames"]),
+        (("doctor",), "KandinskyPipeline", ["needs image_embeds and negative_image_embeds, which `patchpar doctor`"]),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
@@ -96,8 +104,10 @@ def test_what_suits_is_not_refused() -> None:
     RequestedTask(verb="upscale", has_image=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
     for nothing_known in (None, PipelineTask(pipeline="Mine"), purpose_of("Mine"), purpose_of("Wan.Pipeline")):
         RequestedTask(verb="generate", per_prompt=2).check(nothing_known)
-    with pytest.raises(PlanError, match="--num-images 2: this model is a DiTPipeline, which generates one image"):
-        RequestedTask(verb="generate", per_prompt=2).check(purpose_of("DiTPipeline"))
+    with pytest.raises(
+        PlanError, match="--num-images 2: this model is a LDMTextToImagePipeline, which generates one image"
+    ):
+        RequestedTask(verb="generate", per_prompt=2).check(purpose_of("LDMTextToImagePipeline"))
 
 
 @pytest.mark.parametrize("kind", [StableDiffusionXLPipeline, WanPipeline, FluxImg2ImgPipeline])

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from patchpar.pipeline.planner.simulate import simulate as predicted
 from tests.breadth import first_of
+from tests.tiny import build
 
 
 def run(*words: str, verb: str = "simulate") -> Any:
@@ -59,6 +62,22 @@ def test_what_cannot_be_is_refused_with_a_way_out(words: tuple[str, ...], text: 
     answer = run(*words)
     assert answer.exit_code == 2
     assert text in answer.stderr
+
+
+def test_a_model_whose_call_needs_more_than_a_prompt(tmp_path: Path) -> None:
+    """It is named; the call as Python has it is simulated."""
+    build("sd_img2img").pipe.save_pretrained(tmp_path)
+    for verb in ("simulate", "plan"):
+        answer = run(str(tmp_path), "--machine", "2xH100", verb=verb)
+        assert answer.exit_code == 2, answer.output
+        assert "StableDiffusionImg2ImgPipeline, whose call needs image, of which" in answer.stderr
+    call: dict[str, Any] = {"image": Image.new("RGB", (64, 64)), "strength": 1.0}
+    assert predicted(str(tmp_path), "2xH100", "patch=2", **call).step.seconds > 0
+
+
+def test_a_model_without_a_prompt(tmp_path: Path) -> None:
+    build("ddpm").pipe.save_pretrained(tmp_path)
+    assert run(str(tmp_path), "--machine", "2xH100", "--plan", "patch=2").exit_code == 0
 
 
 @pytest.mark.parametrize("plan", first_of(["data=3,cfg=2", "patch=2,strategy=displaced", "cfg=2,patch=4"]))

@@ -383,3 +383,23 @@ def test_a_layer_with_two_kinds_of_attention_is_refused() -> None:
 def test_networks_without_a_configuration_are_told_apart_by_their_weights() -> None:
     small, large = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(2, 3, bias=False))
     assert fingerprint_of(small)["config"] != fingerprint_of(large)["config"]
+
+
+def test_values_that_are_dropped_at_random_are_refused(tmp_path: Path) -> None:
+    """In train mode each copy would drop others. The control: nothing is dropped."""
+    plain, replicas = network("unet"), copies("unet")
+    for replica in (plain, *replicas):
+        replica.add_module("last_dropout", nn.Dropout(0.0))
+        replica.register_forward_hook(lambda module, _, found: module.last_dropout(found))
+        replica.train()
+    with Team(replicas, verify=tmp_path) as team:
+        assert relative(team(**call_of("unet")), plain(**call_of("unet"))) <= LIMIT
+        for replica in replicas:
+            replica.last_dropout.p = 0.5
+        with pytest.raises(
+            PlanError, match=r"train mode, in which last_dropout drops values at random.* eval\(\) first"
+        ):
+            team(**call_of("unet"))
+        for replica in replicas:
+            replica.eval()
+        assert relative(team(**call_of("unet")), plain(**call_of("unet"))) <= LIMIT

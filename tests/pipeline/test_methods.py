@@ -162,3 +162,16 @@ def test_a_change_of_a_tokenizer_that_was_read(parallel: ParallelPipeline, caplo
 def test_a_dtype_that_is_none(sdxl_folder: Path, dtype: Any) -> None:
     with pytest.raises(PlanError, match=f"torch_dtype={dtype!r}: use a dtype of torch or its name"):
         ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:1", torch_dtype=dtype)
+
+
+def test_a_progress_bar_is_that_of_diffusers(parallel: ParallelPipeline, plain: Any) -> None:
+    """Of this process, with the options that are set; a program may have loops of its own."""
+    for pipe in (plain, parallel):
+        pipe.set_progress_bar_config(disable=True, desc="mine")
+        with pipe.progress_bar(total=3) as bar:
+            bar.update()
+        assert (type(bar).__name__, bar.total, bar.disable) == (type(plain.progress_bar(total=3)).__name__, 3, True)
+        assert list(pipe.progress_bar(range(2))) == [0, 1]
+        with pytest.raises(ValueError, match="Either `total` or `iterable`"):
+            pipe.progress_bar()
+        pipe.set_progress_bar_config(disable=True)

@@ -111,7 +111,8 @@ def check_script(script: str, arguments: list[Path], plain: Any, environment: di
         assert other["tuple"] == (None,)
         assert other["callback"] == []
         assert torch.equal(other["state"], found[0]["state"])
-        assert all(torch.equal(a, b) for a, b in zip(other["states"], found[0]["states"], strict=True))
+        for name in ("states", "sampled"):
+            assert all(torch.equal(a, b) for a, b in zip(other[name], found[0][name], strict=True))
         assert "list of generators" in other["error"] or "generator has 2 entries" in other["error"]
         assert other["module"] == "UNet2DConditionModel"
 
@@ -131,6 +132,10 @@ def check_first_rank(found: dict[str, Any], plain: Any) -> None:
     def darken(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         return {"latents": tensors["latents"] * 0.9}
 
+    torch.manual_seed(40)
+    shape, given = (1, 4, 64, 64, torch.float32, torch.device("cpu")), generator(7)
+    want = [plain.prepare_latents(*shape, each) for each in (None, given, given, given)]
+    assert all(torch.equal(a, b) for a, b in zip([*want, torch.randn(2)], found["sampled"], strict=True))
     assert found["idle"][0] == "StableDiffusionXLPipelineOutput"
     assert found["idle"][2] == "cfg=2"
     assert near(found["idle"][1], plain(**call, generator=ours, callback_on_step_end=darken)[0])

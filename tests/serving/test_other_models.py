@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from diffusers import StableDiffusionImageVariationPipeline
 
 from patchpar import ParallelPipeline, PlanError
 from patchpar.models.refused_calls import refusal_by_diffusers
@@ -20,7 +22,7 @@ from patchpar.serving.settings import RequestLimits, ServedModel, ServerSettings
 from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
 from tests.serving.test_uploads import png
-from tests.tiny import build
+from tests.tiny import build, encoders
 
 MANY = 99_999
 """More steps than schedulers with a table of 1000 take."""
@@ -29,10 +31,10 @@ LIMITS = RequestLimits(steps=MANY)
 
 
 @contextmanager
-def served(name: str) -> Iterator[Any]:
-    """A client of a server of a tiny pipeline, on one device in this process."""
-    with ParallelPipeline(build(name).pipe, devices="cpu") as pipe:
-        generator = ImageGenerator(ServedModel(model=name, devices=("cpu",)))
+def served(model: Any) -> Iterator[Any]:
+    """A client of a server of a tiny pipeline, by name or itself, on one device in this process."""
+    with ParallelPipeline(build(model).pipe if isinstance(model, str) else model, devices="cpu") as pipe:
+        generator = ImageGenerator(ServedModel(model="tiny", devices=("cpu",)))
         generator.open = lambda: generator.adopt(pipe)  # type: ignore[method-assign]
         generator.warm_up = lambda job: setattr(generator, "_is_warm", True)  # type: ignore[method-assign]
         service = ImageService(generator, ServerSettings(port=0, limits=LIMITS))
@@ -98,6 +100,52 @@ def test_a_strength_that_leaves_no_step_is_named() -> None:
         assert "no denoising step is left" in error["message"]
 
 
+def edited(client: Any, images: int) -> Any:
+    files = [("image[]", ("a.png", png((64, 64)), "image/png"))] * images
+    return client.post("/v1/images/edits", data={"prompt": "a fox", "num_inference_steps": "2"}, files=files)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("instruct_pix2pix", "unsupported_parameter", "2 images: the call of this model failed with RuntimeError"),
+        ("sd_controlnet", "invalid_value", "image batch size must be same as prompt batch size"),
+    ],
+)
+def test_two_images_for_a_model_that_takes_one(name: str, code: str, text: str) -> None:
+    """Whoever refuses them; the field is named, and the server goes on."""
+    with served(name) as client:
+        error = error_of(edited(client, 2), 400)
+        assert (error["param"], error["code"]) == ("image", code)
+        assert text in error["message"]
+        assert edited(client, 1).status_code == 200
+
+
+def test_a_model_that_makes_an_image_of_each() -> None:
+    """The second one would be made in vain, without a word."""
+    parts = {name: part for name, part in build("sd").pipe.components.items() if "text" not in name}
+    known = inspect.signature(StableDiffusionImageVariationPipeline).parameters
+    parts |= {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
+    pipe = StableDiffusionImageVariationPipeline(
+        **{name: parts.get(name) for name in known if name != "requires_safety_checker"}, requires_safety_checker=False
+    )
+    with served(pipe) as client:
+        error = error_of(edited(client, 2), 400)
+        assert (error["param"], error["code"]) == ("image", "unsupported_parameter")
+        assert "StableDiffusionImageVariationPipelineOutput" not in error["message"]
+        assert "an image of each of the 2" in error["message"]
+        assert edited(client, 1).status_code == 200
+
+
+def test_what_a_network_fails_with_is_named_by_its_class() -> None:
+    """No check knows the range of an argument: the client gets the exception's class, and not to repeat it."""
+    with served("auraflow") as client:
+        response = client.post(PATH, json={**SMALL, "size": "64x512"})
+        assert error_of(response, 500)["message"].startswith("generation failed with IndexError; the server's log")
+        assert response.headers["x-should-retry"] == "false"
+        assert client.post(PATH, json=SMALL).status_code == 200
+
+
 def test_diffusers_refuses_on_workers_too() -> None:
     with (
         ParallelPipeline(build("ltx").pipe, devices="cpu:2", plan="patch=2") as pipe,
@@ -124,8 +172,11 @@ def test_a_model_without_a_prompt_ignores_it_and_says_so() -> None:
 
 
 def test_a_model_that_needs_more_than_requests_have_is_not_loaded() -> None:
-    with pytest.raises(PlanError, match="DiTPipeline, whose call needs class_labels, which no request has: serve a"):
-        check_task(purpose_of("DiTPipeline"))
+    for kind, needed in (("DiT", "class_labels"), ("FluxControl", "control_image")):
+        with pytest.raises(
+            PlanError, match=f"{kind}Pipeline, whose call needs {needed}, which `patchpar serve` does not"
+        ):
+            check_task(purpose_of(f"{kind}Pipeline"))
     for kind in ("Flux", "StableVideoDiffusion", "StableDiffusionInpaint", "WanImageToVideo", "DDPM"):
         check_task(purpose_of(f"{kind}Pipeline"))
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_async() -> None:
             return [chunk.block async for chunk in stream]
 
     assert asyncio.run(blocks()) == list(range(6))
+
+
+def test_a_wait_that_is_ended_loses_no_chunk() -> None:
+    """While the stream is paused nothing comes; what comes then is the next one."""
+
+    async def blocks() -> list[int]:
+        async with session(Ranks(), blocks=None).begin() as stream:
+            items, found = aiter(stream), list[int]()
+            stream.pause()
+            for _ in range(2):
+                with suppress(asyncio.TimeoutError):
+                    while True:
+                        found.append((await asyncio.wait_for(anext(items), 0.5)).block)
+            stream.resume()
+            return [*found, *[(await anext(items)).block for _ in range(3)]]
+
+    found = asyncio.run(blocks())
+    assert found == list(range(len(found)))
 
 
 @pytest.mark.parametrize("credit", [1, 3])

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import on_own_lists, with_own_lists
@@ -108,6 +109,8 @@ class ShardedModule:
         plan = self.options.plan
         if plan.patch == 1:
             return forward(*args, **kwargs)
+        if self.module.training:
+            refuse_dropout(self.module)
         if self.denoiser.history is not None and not self._has_begun:
             raise PlanError(
                 f"strategy {plan.strategy} uses values of the step before: call begin() before each image and step() "
@@ -192,3 +195,13 @@ def device_of(module: nn.Module) -> torch.device:
         found = ", ".join(sorted(map(str, devices))) or "no device, since it has no weights"
         raise PlanError(f"{type(module).__name__} is on {found}: each copy has to be on one device as a whole")
     return devices.pop()
+
+
+def refuse_dropout(module: nn.Module) -> None:
+    """Raise PlanError for a network in train mode that drops values at random: each rank would drop others."""
+    for name, each in module.named_modules():
+        if isinstance(each, _DropoutNd) and each.training and each.p > 0:
+            raise PlanError(
+                f"{type(module).__name__} is in train mode, in which {name} drops values at random, others on each "
+                "rank: call eval() first"
+            )

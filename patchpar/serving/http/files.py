@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 
 from patchpar.serving.image_files import ROUTE, ImageFiles
+from patchpar.stream.web.server import PREFIX, prefix_of
 
-PREFIX = "x-forwarded-prefix"
-"""The header in which proxies name the path that they have removed from that of the request."""
 HEADERS = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
 
 
@@ -29,12 +27,6 @@ def with_whole_links(response: Mapping[str, Any], request: Request) -> dict[str,
 
     Behind a proxy that serves it under a path of its own, also with that path, as the proxy names it.
     """
-    base = str(request.base_url).rstrip("/") + _prefix_of(request)
+    base = str(request.base_url).rstrip("/") + prefix_of(request.headers.get(PREFIX, ""))
     data = [each if "url" not in each else {**each, "url": base + each["url"]} for each in response["data"]]
     return {**response, "data": data}
-
-
-def _prefix_of(request: Request) -> str:
-    """Return the path before which proxies have served this, with several one after another; "" without one."""
-    names = (each.strip().strip("/") for each in request.headers.get(PREFIX, "").split(","))
-    return "".join(f"/{quote(name)}" for name in names if name)

@@ -7,10 +7,13 @@ import socket
 import threading
 import time
 from typing import Any
+from urllib.parse import quote
 
 from patchpar.errors import LaunchError, PlanError
 
 HOME = "127.0.0.1"
+PREFIX = "x-forwarded-prefix"
+"""The header in which proxies name the path that they have removed from that of the request."""
 START_SECONDS, STOP_SECONDS = 30.0, 10.0
 OTHER_MACHINE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 """Errors of an address that is none of this machine: the second one of IPv6, where it is switched off."""
@@ -37,6 +40,12 @@ def names_of(host: str) -> list[str]:
 def trusted(names: list[str]) -> list[str]:
     """Return `names` for TrustedHostMiddleware: older versions of starlette read "[" as the name in `[::1]:7860`."""
     return [*names, "["]
+
+
+def prefix_of(header: str) -> str:
+    """Return the path before which proxies serve this, as X-Forwarded-Prefix names it, one after another; or ""."""
+    names = (each.strip().strip("/") for each in header.split(","))
+    return "".join(f"/{quote(name)}" for name in names if name)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -56,6 +56,11 @@ with ParallelPipeline.from_pretrained(MODEL, secret_file=SECRET_FILE) as pipe:
     except ValueError as error:
         found["error"] = str(error)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    torch.manual_seed(40 + RANK)
+    shape = (1, 4, 64, 64, torch.float32, torch.device("cpu"))
+    generator = seeded()
+    found["sampled"] = [pipe.prepare_latents(*shape, given) for given in (None, generator, generator)]
+    found["sampled"] += [pipe.prepare_latents(*shape, generator=generator), torch.randn(2)]
     found["sealed"] = pipe._executor._context.seal is not None
     found["module"] = type(pipe.unet).__name__
 torch.save(found, RESULTS / f"{RANK}.pt")
