@@ -1,0 +1,20 @@
+"""What the lowest versions of pyproject.toml do not have yet."""
+
+import diffusers
+import pytest
+import torch
+from packaging.version import Version
+
+TORCH = Version(torch.__version__)
+
+
+def needs_class(name: str) -> pytest.MarkDecorator:
+    """Leaves a test out where diffusers has no class of this name."""
+    return pytest.mark.skipif(
+        name not in dir(diffusers), reason=f"diffusers {diffusers.__version__} has no {name}, newer ones do"
+    )
+
+
+def needs_torch(version: str, what: str) -> pytest.MarkDecorator:
+    """Leaves a test out where torch is older than this."""
+    return pytest.mark.skipif(Version(version) > TORCH, reason=f"torch before {version} has no {what}")
