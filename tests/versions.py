@@ -15,6 +15,12 @@ def needs_class(name: str) -> pytest.MarkDecorator:
     )
 
 
+def needs_diffusers(version: str, what: str) -> pytest.MarkDecorator:
+    """Leaves tests out where diffusers is older than this."""
+    old = Version(version) > Version(diffusers.__version__)
+    return pytest.mark.skipif(old, reason=f"diffusers before {version} has no {what}")
+
+
 def needs_torch(version: str, what: str) -> pytest.MarkDecorator:
     """Leaves a test out where torch is older than this."""
     return pytest.mark.skipif(Version(version) > TORCH, reason=f"torch before {version} has no {what}")
