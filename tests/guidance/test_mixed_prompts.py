@@ -36,7 +36,7 @@ BY_ARGUMENTS = [
         "StableDiffusionParadigmsPipeline",
         WINDOW,
         "goes on by as many steps at once as all prompts allow",
-        marks=needs_diffusers("0.42", "prompts whose difference can be seen here"),
+        marks=needs_diffusers("0.42", "mixing in this pipeline that can be measured here"),
     ),
 ]
 
