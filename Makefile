@@ -57,8 +57,9 @@ gpu:
 # What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams, flags.
 LOWEST := .venv-lowest
 LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py tests/exact/test_pipelines.py \
-  tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/stream/test_journal.py \
-  tests/cli/test_help.py tests/cli/test_video.py tests/training/test_text_encoder_names.py
+  tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/pipeline/test_guidance_scales.py \
+  tests/stream/test_journal.py tests/stream/test_speech_parts.py tests/cli/test_help.py tests/cli/test_video.py \
+  tests/training/test_text_encoder_names.py
 
 test-lowest: $(LOWEST)/installed-lowest
 	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(LOWEST_TESTS)

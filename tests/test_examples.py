@@ -184,6 +184,7 @@ class RayServe:
         assert blocking
 
 
+@pytest.mark.usefixtures("group_offload")
 @pytest.mark.parametrize(("page", "number"), BLOCKS, ids=lambda value: name(value) if isinstance(value, Path) else "")
 def test_it_runs(
     names: dict[str, Any], page: Path, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

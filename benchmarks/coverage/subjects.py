@@ -76,6 +76,8 @@ def installed() -> set[str]:
 
 def _models_in(folder: ModuleType) -> Iterator[str]:
     for each in pkgutil.iter_modules(folder.__path__):
+        if each.name.endswith("_flax"):  # of JAX, in older versions
+            continue
         module = importlib.import_module(f"{folder.__name__}.{each.name}")
         for name, kind in inspect.getmembers(module, inspect.isclass):
             if _is_model(kind) and kind.__module__ == module.__name__:

@@ -116,9 +116,10 @@ def prepare_pipeline(pipe: Any) -> None:
 
     Without it an unpickled text encoder returns no hidden states. Needed for transformers 5 and later.
     """
-    registry = getattr(getattr(transformers.utils, "output_capturing", None), "_CAN_RECORD_REGISTRY", None)
+    registry = getattr(transformers.modeling_utils, "_CAN_RECORD_REGISTRY", None)
     if registry is None:
         return
+    by_name = type(registry) is dict  # of classes, in older versions
     for module in (module for network in networks_of(pipe).values() for module in network.modules()):
         if isinstance(module, transformers.PreTrainedModel):
-            registry[module] = module._can_record_outputs
+            registry[str(type(module)) if by_name else module] = module._can_record_outputs

@@ -13,7 +13,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.compiled import is_compiled
+from patchpar.shard.compiled import is_compiled, unify_processors
 from patchpar.strategies import parse_strategy
 from tests.breadth import first_of
 from tests.exact import denoisers
@@ -60,6 +60,7 @@ def test_repeated_blocks(strategy: str) -> None:
         want = first(models[0](**denoisers.call("sdxl", 16, 16)))
         eager = predicted(models, strategy)
     for model in models:
+        unify_processors(model)  # as a pipeline does, for torch before 2.8
         model.compile_repeated_blocks(backend=counter, fullgraph=True)
     compiled = predicted(models, strategy)
     for one, other in zip(compiled, eager, strict=True):

@@ -38,6 +38,7 @@ def in_bands(models: list[Any], exchange: str) -> list[Any]:
     return on_threads(2, on_rank, deadline=60.0)
 
 
+@pytest.mark.usefixtures("group_offload")
 @pytest.mark.parametrize("kind", first_of(["block_level", "leaf_level"], "leaf_level"))
 def test_groups_of_layers(kind: str, tmp_path: Path) -> None:
     """A convolution with its halo, and a norm with the moments of all bands, read weights without their forward.
@@ -56,6 +57,7 @@ def test_groups_of_layers(kind: str, tmp_path: Path) -> None:
     assert relative(in_bands(models, "off")[0], want) > 100 * LIMIT
 
 
+@pytest.mark.usefixtures("group_offload")
 def test_groups_that_come_to_another_device() -> None:
     models: list[Any] = [denoisers.build("sd") for _ in range(2)]
     for model in models:

@@ -16,7 +16,7 @@ ON_RANKS = "tests.features.on_ranks"
 CASES = [
     *((name, 2) for name in TRANSFORMERS if name not in WHOLE),
     ("FluxTransformer2DModel", 3),
-    ("Krea2Transformer2DModel", 3),
+    *((name, 3) for name in ("Krea2Transformer2DModel",) if name in TRANSFORMERS),
     ("LTXVideoTransformer3DModel", 3),
     ("WanTransformer3DModel", 3),
 ]

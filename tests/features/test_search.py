@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
@@ -28,6 +28,10 @@ WHOLE = {"SanaWMTransformer3DModel": "linear attention, with state of all heads"
 DECLARED = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel")
 DECLARED += ("QwenImage21Transformer2DModel",)
 """Classes of which diffusers says what tensor parallelism divides."""
+declares = pytest.mark.skipif(
+    find_spec("diffusers.hooks.tensor_parallel") is None,
+    reason=f"diffusers {diffusers.__version__} has no tensor parallelism, newer ones do",
+)
 
 
 def paths(cuts: tuple[FeatureCut, ...]) -> set[str]:
@@ -192,9 +196,9 @@ def seen_in(name: str) -> CapturedRun:
 
 
 def test_most_classes_are_divided() -> None:
-    """Which of them, is proved class by class below."""
-    assert WHOLE.keys() < TRANSFORMERS.keys()
-    assert len(TRANSFORMERS) - len(WHOLE) >= 58
+    """Which of them, is proved class by class below. Older versions of diffusers have fewer."""
+    assert all(name in TRANSFORMERS or name not in dir(diffusers) for name in WHOLE)
+    assert len(TRANSFORMERS.keys() - WHOLE.keys()) >= 53
 
 
 @pytest.mark.parametrize("name", first_of(TRANSFORMERS, "FluxTransformer2DModel", "LTXVideoTransformer3DModel"))
@@ -213,6 +217,8 @@ def test_blocks_of_diffusers(name: str) -> None:
 
 def declared(model: Any, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The features of each rank in columns and rows as diffusers declares them, by path and kind of block."""
+    from diffusers.hooks.tensor_parallel import resolve_tp_shard_specs
+
     columns: dict[str, Any] = {}
     rows: dict[str, Any] = {}
     for name, spec in resolve_tp_shard_specs(model, type(model)._tp_plan, size).items():
@@ -246,6 +252,7 @@ def attention_features(model: Any, path: str) -> int | None:
     return sum(pieces[:-2]) if of_flux2 and len(pieces) > 2 else pieces[0] if of_flux2 else None
 
 
+@declares
 @pytest.mark.breadth
 @pytest.mark.parametrize("name", DECLARED)
 def test_columns_and_rows_are_those_that_diffusers_declares(name: str) -> None:
@@ -273,6 +280,7 @@ def test_columns_and_rows_are_those_that_diffusers_declares(name: str) -> None:
                 assert {each for each in own ^ theirs if attention is None or each < attention} == set()
 
 
+@declares
 @pytest.mark.breadth
 def test_no_other_class_declares_columns_and_rows() -> None:
     declaring = {name for name in TRANSFORMERS if getattr(getattr(diffusers, name), "_tp_plan", None)}

@@ -37,11 +37,11 @@ def cuts(plan: FeaturePlan) -> list[Any]:
     return sorted((each.name, each.paths, each.columns, each.rows, each.norms, each.counts) for each in plan.blocks)
 
 
-@pytest.mark.parametrize(("name", "linear", "heads"), [("flux", "attn.to_q", set()), ("wan", "attn1.to_q", {(6, 6)})])
-def test_a_wide_model_is_searched_in_a_narrow_one(name: str, linear: str, heads: set[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(("name", "linear", "counted"), [("flux", "attn.to_q", False), ("wan", "attn1.to_q", True)])
+def test_a_wide_model_is_searched_in_a_narrow_one(name: str, linear: str, counted: bool) -> None:
     """12 heads of which each of 2 ranks gets 6: the search runs with 2, and runs of features and numbers are scaled.
 
-    FLUX divides features by the width of a head, and has no number of heads that differs.
+    FLUX divides features by the width of a head in new versions of diffusers, which counts no heads.
     """
     built = tiny.build(name)
     config = {**built.denoiser.config, "num_attention_heads": 12}
@@ -55,7 +55,8 @@ def test_a_wide_model_is_searched_in_a_narrow_one(name: str, linear: str, heads:
     width = 12 * config["attention_head_dim"]
     query = next(cut for block in found.blocks for cut in block.columns if cut.path.endswith(linear))
     assert query.runs == (((0, width // 2),), ((width // 2, width),))
-    assert {count.values for block in found.blocks for count in block.counts if count.name == "heads"} == heads
+    heads = {count.values for block in found.blocks for count in block.counts if count.name == "heads"}
+    assert heads == {(6, 6)} or not (heads or counted)
 
 
 def test_features_that_cannot_be_shared_are_refused() -> None:

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.version import Version
+
+from tests.versions import TORCH
+
 WITHOUT = (
     *("torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
     *("sympy.core", "accelerate.utils", "peft.tuners", "pandas.core", "diffusers.models.transformers.transformer_flux"),
@@ -14,6 +18,8 @@ WITHOUT = (
     *("patchpar.pipeline.caller", "patchpar.launch.local"),
 )
 """Modules by which those that run are known: deferred ones are there, and empty."""
+OF_OLD_TORCH = ("sympy.core",) if Version("2.7") > TORCH else ()
+"""torch 2.6 makes classes from it when it is imported."""
 NEEDED = "diffusers.models.unets.unet_2d_condition"
 CODE = """
 import gc, sys
@@ -43,7 +49,7 @@ def test_a_first_plan_imports_neither_the_compiler_nor_optional_libraries(tmp_pa
     assert not answer.stderr
     names, scanned = (answer.stdout.split(f"{each} ")[1].splitlines()[0].split() for each in ("imported", "scanned"))
     assert NEEDED in names
-    assert not [each for each in WITHOUT if each in names]
+    assert not [each for each in WITHOUT if each in names and each not in OF_OLD_TORCH]
     hits, misses, collects, finds = scanned
     assert int(hits) > int(misses) / 2 > 100, "transformers asks twice for each folder, and reads it once"
     assert collects == "False"

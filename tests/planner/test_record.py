@@ -148,7 +148,7 @@ def flops(found: RecordedRank) -> int:
 
 def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
     """The same bytes; attention to all keys at once is one kernel, instead of one for each rank and their merge."""
-    apart, joined = (recorded("flux", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
+    apart, joined = (recorded("sd3", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
     assert bytes_sent(apart.tape) == bytes_sent(joined.tape)
     assert attentions(joined) < attentions(apart)
 

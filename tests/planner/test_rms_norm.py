@@ -17,8 +17,10 @@ from patchpar.plan.replay.price import RMS_NORM as KERNEL
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.sdpa import SdpaMode
 from tests.planner.test_record import operators, recorded
+from tests.versions import needs_torch
 
 WIDTH = 64
+has_kernel = needs_torch("2.9", "kernel for it")
 
 
 def kernels(norm: nn.Module, x: Tensor) -> list[Operator]:
@@ -32,6 +34,7 @@ def kernels(norm: nn.Module, x: Tensor) -> list[Operator]:
     return noted
 
 
+@has_kernel
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_norm_reads_its_input_and_writes_its_output_once(affine: bool) -> None:
     """And one value in fp32 for each row."""
@@ -41,6 +44,7 @@ def test_a_norm_reads_its_input_and_writes_its_output_once(affine: bool) -> None
     assert kernels(norm, x) == [Operator(KERNEL, "bfloat16", 0, moved, (2 * 8, WIDTH))]
 
 
+@has_kernel
 def test_torchs_function_of_another_name_is_the_same() -> None:
     class Norm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -49,6 +53,7 @@ def test_torchs_function_of_another_name_is_the_same() -> None:
     assert [each.name for each in kernels(Norm(), torch.empty(8, WIDTH, device="meta"))] == [KERNEL]
 
 
+@has_kernel
 def test_an_input_with_gaps_is_copied_first() -> None:
     x = torch.empty(8, 2 * WIDTH, device="meta")[:, :WIDTH]
     assert [each.name for each in kernels(nn.RMSNorm(WIDTH), x)] == ["clone", KERNEL]
@@ -77,6 +82,7 @@ def test_so_are_those_of_torch_that_has_no_such_kernel(monkeypatch: pytest.Monke
     assert len(kernels(nn.RMSNorm(WIDTH), torch.empty(8, WIDTH, device="meta"))) >= 6
 
 
+@has_kernel
 def test_tapes_for_gpus_have_one_kernel_for_each_norm() -> None:
     """FLUX has two in each single block, and four in each that has text apart. A worker on a CPU launches them all."""
     apart, joined = (operators(recorded("flux", "single", steps=1, joined=joined)[0]) for joined in (False, True))

@@ -24,6 +24,7 @@ from tests.exact import denoisers
 from tests.tensors import noise
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
+from tests.versions import needs_class
 from tests.weights import networks
 
 ON_RANKS = "tests.stages.on_ranks"
@@ -50,6 +51,7 @@ def test_weights_come_back_when_there_is_room_and_not_before(ranks: Any) -> None
         assert found["restored"], "after a gather that failed"
 
 
+@needs_class("Kandinsky6SRTransformer3DModel")
 def test_work_is_counted_where_flex_attention_runs(ranks: Any, tmp_path: Path) -> None:
     """And leaves nothing behind that breaks its next call, as counters of all operations do."""
     for found in ranks.run(f"{ON_RANKS}:counted", 1, "Kandinsky6SRTransformer3DModel"):

@@ -32,6 +32,7 @@ def offload(model: Any, kind: str, folder: Path) -> None:
     model.enable_group_offload(CPU, CPU, offload_type=kind, offload_to_disk_path=str(folder), **groups)
 
 
+@pytest.mark.usefixtures("group_offload")
 @pytest.mark.parametrize("kind", first_of(["block_level", "leaf_level"], "block_level"))
 @pytest.mark.parametrize("name", first_of([FLUX, WAN], FLUX))
 def test_groups_of_blocks(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,7 @@ def test_groups_of_blocks(name: str, kind: str, tmp_path: Path, monkeypatch: pyt
     assert not [each for each in models[0].parameters() if each.device.type != "cpu"]
 
 
+@pytest.mark.usefixtures("group_offload")
 def test_groups_that_come_to_another_device(tmp_path: Path) -> None:
     models = [TRANSFORMERS[FLUX].build() for _ in range(2)]
     for model in models:
@@ -57,6 +59,7 @@ def test_groups_that_come_to_another_device(tmp_path: Path) -> None:
         split(models, TRANSFORMERS[FLUX].call(0), tmp_path)
 
 
+@pytest.mark.usefixtures("group_offload")
 def test_groups_that_cannot_come_keep_their_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later calls would find no weights on the device."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
@@ -25,6 +24,7 @@ from patchpar.shard.transformer.token_plan import Replicated, TokenRows
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.strategies import parse_strategy
 from tests.unit.threads import on_threads
+from tests.versions import needs_class
 
 from .ranks import LIMIT, TRANSFORMERS, error, predictions
 
@@ -186,9 +186,12 @@ def animated() -> nn.Module:
     return model
 
 
+@needs_class(NAME)
 @pytest.mark.breadth
 def test_keys_of_a_reference_and_flex_attention() -> None:
     """The second pass of Wan-Animate-2, which attends to keys that the first has kept."""
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
     first = TRANSFORMERS[NAME].call(1)
     grid = first.pop("offset_grid_sizes")
     video = {"kv_cache_mode": "cached", "origin_len": 5, "origin_area": [64, 96], "reference_grid_sizes": grid}

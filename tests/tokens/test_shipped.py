@@ -34,12 +34,14 @@ from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
+from tests.versions import needs_diffusers
 
 from .on_ranks import PipelineCase
 from .ranks import LIMIT, error, plan_of, predictions
 from .ship import CLASSES, FOLDER, PIPED, deeper, same, with_other_patches
 from .test_pipelines import generate, plain
 
+pytestmark = needs_diffusers("0.42", "blocks with the code that some of these plans are of")
 FLUX, PIXART, SD3 = "FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"
 SOME = first_of(CLASSES, FLUX, PIXART)
 

@@ -153,6 +153,7 @@ def test_ranks_that_stay_meet_a_new_one_in_new_groups() -> None:
         comm.transport.close()
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_one_rank_without_groups_is_enough_for_new_ones() -> None:
     """As one that has been started anew, before the others have noticed."""
     comms = [linked(host, str(host.rank)) for host in connected(3)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from benchmarks.gpu.host_time import CPU, Step, python_calls, quiet_rank, torch_functions
 from patchpar.comm.collectives import Communicator
@@ -21,13 +22,16 @@ from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.placed import PlacedBlock
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import BlockStore, DeviceShards
+from tests.versions import TORCH
 from tests.weights import networks
 
 BLOCKS = 6
 
 # Ceilings only go down: who needs fewer calls enters the new numbers, which a failure prints.
-CEILINGS = {"sharded": 32, "hosted": 17}
-"""Calls that a block adds to those of whole weights: by one operation of all ranks, and by copies from the host."""
+CEILINGS = {"sharded": 32 + (Version("2.7") > TORCH), "hosted": 17}
+"""Calls that a block adds to those of whole weights: by one operation of all ranks, and by copies from the host.
+
+Of torch 2.6 the wait of a work is a function of Python here, since that is what stands for NCCL."""
 OF_TORCH = {"sharded": 5, "hosted": 1}
 """Functions of torch: the operation, and two events that are made and recorded; a copy from each rank's memory."""
 BY_MESSAGES = 39

@@ -184,6 +184,7 @@ def test_host_memory_is_that_of_all_ranks_of_a_host(
         host_store.refuse_without_host_memory(1, mesh)
 
 
+@pytest.mark.usefixtures("group_offload")
 def test_offloading_beside_it_is_refused() -> None:
     built = tiny.build("flux")
     built.pipe.transformer.enable_group_offload(

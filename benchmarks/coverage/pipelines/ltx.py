@@ -7,8 +7,6 @@ from collections.abc import Callable
 import diffusers
 import torch
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
-from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
-from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 
 from tests.tiny import conditioned_pipelines, sample_images, video_transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT
@@ -32,11 +30,15 @@ def _long() -> Built:
 
 def _in_context() -> Built:
     """The frames of another video come as tokens after those that are noisy."""
+    from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition  # older versions have none
+
     given = [LTX2ReferenceCondition(frames=[_REFERENCE] * 5, strength=1.0)]
     return derived(_LTX2, "LTX2InContextPipeline", {"reference_conditions": given})
 
 
 def _hdr() -> Built:
+    from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition  # older versions have none
+
     given = [LTX2HDRReferenceCondition(frames=[_REFERENCE] * 5)]
     return derived(_LTX2, "LTX2HDRPipeline", {"reference_conditions": given, "guidance_scale": 3.0})
 

@@ -121,8 +121,8 @@ class ProcessGroups:
         return list(self._own.values())
 
     def _abort(self, group: Any) -> None:
-        owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
         with contextlib.suppress(RuntimeError, AttributeError):  # gloo's waits have deadlines of their own
+            owner = group if hasattr(group, "abort") else group._get_backend(self._device)  # up to torch 2.6
             owner.abort()
 
     def destroy(self) -> None:

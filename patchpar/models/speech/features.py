@@ -7,7 +7,7 @@ to all samples that it is given, so that a stream gives it those of one block an
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class SpeechFeatures:
         class HeadlessModel(Wav2Vec2Model):  # type: ignore[misc]  # transformers is not typed here
             """Published weights have a head for letters, of which every rank would report that it is not used."""
 
-            _keys_to_ignore_on_load_unexpected = ("lm_head",)
+            _keys_to_ignore_on_load_unexpected: ClassVar = ["lm_head"]
 
         if not (folder / "config.json").is_file():
             raise PlanError(f"{folder} has no config.json: copy the folder of the wav2vec2 model there")

@@ -147,7 +147,7 @@ def _on_cpu(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None,
 
 def _cudnn(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q_BNlD, k_BMkD, v_BMkE, bias, True, scale=scale)
-    return found[0], found[1].squeeze(3)  # [B, N, l, 1]
+    return found[0], found[1].flatten(2)  # [B, N, l, 1]; of torch 2.6 [B, N, l]
 
 
 def _flash(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
