@@ -62,10 +62,7 @@ class Opened(ParallelPipeline):
         assert set(options) <= {"devices", "plan", "torch_dtype", "variant", "graphs", "secret_file", "transformer"}, (
             options
         )
-        pipe = tiny.build(FAMILIES.get(model, "sdxl")).pipe
-        if pipe.tokenizer_2 is pipe.tokenizer:  # which models of the hub have each their own
-            pipe.tokenizer_2 = copy.deepcopy(pipe.tokenizer)
-        return cls(pipe, **options)
+        return cls(tiny.build(FAMILIES.get(model, "sdxl")).pipe, **options)
 
     def __call__(self, *args: Any, **arguments: Any) -> Any:
         bound = bind(self.description, args, arguments)
@@ -139,6 +136,7 @@ def names(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """What a reader of the pages has: models that are tiny here, a face, sound, frames."""
     fifo = FifoConfig(fps=20, height=2 * ROWS, width=2 * COLUMNS, queue=QUEUE, text_tokens=TEXT)
     control = tiny.build("sdxl_controlnet").pipe
+    control.tokenizer, control.tokenizer_2 = (copy.deepcopy(control.tokenizer) for _ in range(2))  # as those of the hub
     for plain in (StableDiffusionXLPipeline, StableDiffusion3Pipeline):
         monkeypatch.setattr(plain, "__call__", small(plain.__call__))
     monkeypatch.setattr(StableDiffusionXLPipeline, "from_single_file", lambda *_, **__: tiny.build("sdxl").pipe)
