@@ -80,9 +80,10 @@ def refuse_value(path: str, value: Any) -> None:
         )
 
 
-def network_of(value: Any) -> str | None:
-    """Return the name of the network that a proxy stands for; None for other values."""
-    return value._name if isinstance(value, ComponentProxy) else None
+def network_of(value: Any, owner: Any) -> str | None:
+    """Return the name of the network of `owner` that a proxy stands for; None for other values."""
+    is_own = isinstance(value, ComponentProxy) and getattr(value._apply, "__self__", None) is owner
+    return value._name if is_own else None
 
 
 def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:

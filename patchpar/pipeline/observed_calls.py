@@ -37,6 +37,10 @@ class ObservedCalls:
         """Ranks that were slow in a recent job, and how many times as long as the others they took."""
         return self._state.slow_ranks.now
 
+    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+        """Return a progress bar of this process with the options that are set, as in diffusers."""
+        return self._state.progress_bar(iterable, total)
+
     @property
     def on_step(self) -> Callable[[int, int], object] | None:
         """Function called with (step, number of steps) after each step; replaces the progress bar."""

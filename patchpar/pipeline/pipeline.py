@@ -245,10 +245,6 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         if self._executor.kind != "local":
             self._state.ask("apply", "set_progress_bar_config", (), config)
 
-    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
-        """Return a progress bar of this process with the options that are set, as in diffusers."""
-        return self._state.progress_bar(iterable, total)
-
     def __getattr__(self, name: str) -> Any:
         """Methods of the pipeline and its networks run on all ranks; attributes are copies from rank 0."""
         if name.startswith(("__", *QUESTIONS)) or name == "_state":

@@ -253,7 +253,7 @@ class PipelineState:
 
     def _by_name(self, value: Any) -> Any:
         """Return what stands, among the arguments of a method, for a part of the pipeline; other values as they are."""
-        name = network_of(value) or self.copies.name_of(value)
+        name = network_of(value, self) or self.copies.name_of(value)
         return value if name is None else PartName(name)
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:

@@ -22,6 +22,7 @@ from diffusers import (
 from diffusers.hooks import PyramidAttentionBroadcastConfig
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
+from patchpar.pipeline.component_proxy import ComponentProxy
 from tests.breadth import first_of
 from tests.tiny import build
 
@@ -299,8 +300,11 @@ def test_what_stands_for_a_network_cannot_be_copied_or_set(parallel: ParallelPip
         owner, _, name = path.rpartition(".")
         with pytest.raises(UnsupportedModel, match=rf"pipe\.{path} cannot be <pipe\.unet, .*: set a network that"):
             setattr(getattr(parallel, owner) if owner else parallel, name, parallel.unet)
+    other = ComponentProxy("unet", parallel.description.networks["unet"], parallel._state.ask, print)
     with pytest.raises(PlanError, match=r"cannot be sent to worker processes: <pipe\.unet, .* stands for a network"):
-        parallel.register_modules(unet=parallel.unet)
+        parallel.register_modules(unet=other)  # of another pipeline
+    parallel.register_modules(unet=parallel.unet)  # changes nothing
+    assert parallel.unet.config.in_channels == other.config.in_channels
 
 
 @pytest.mark.parametrize("path", ["unet", "vae.decode"])

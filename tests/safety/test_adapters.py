@@ -113,7 +113,9 @@ def test_safetensors_and_what_is_in_memory_are_taken(pipe: ParallelPipeline, tmp
 def test_networks_in_workers_read_safetensors_only(trap: Path) -> None:
     """And make no other network."""
     methods = frozenset({"load_lora_adapter", "from_pretrained", "from_single_file"})
-    state: Any = SimpleNamespace(is_fresh=False, ask=lambda *_, **__: pytest.fail("it was asked"))
+    state: Any = SimpleNamespace(
+        is_fresh=False, ask=lambda *_, **__: pytest.fail("it was asked"), _by_name=lambda value: value
+    )
     unet: Any = ComponentProxy(
         "unet", NetworkInfo(kind="A", methods=methods), state.ask, partial(PipelineState.apply, state)
     )

@@ -145,9 +145,16 @@ async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> list[asyncio.Task
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:  # also where the server ends this
         for task in tasks:
+            task.add_done_callback(_forget_error)
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # asyncio would log errors that nobody takes
+        await asyncio.wait(tasks)  # `gather` would raise another CancelledError than the one that ends this
     return tasks
+
+
+def _forget_error(task: asyncio.Task[None]) -> None:
+    """Take the error of a task that has ended with its browser, which asyncio would log."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _sent_whole(socket: WebSocket, feed: VideoFeed) -> None:
