@@ -317,6 +317,7 @@ def test_real_workers_are_ended_asked_and_replaced(pipe: ParallelPipeline, monke
         os.kill(before[1], signal.SIGKILL)
         until(lambda: generator.ranks.states == ("free", "free"), "nothing to be wrong")
         until(lambda: pids_of(generator) not in (before, before[:1]), "the worker to be replaced by a ping")
+        assert client.post(PATH, json=body).json()["patchpar"]["ranks"] == 2  # it has loaded the model
         os.kill(pids_of(generator)[1], signal.SIGSTOP)
         until(lambda: client.get("/health/ready").status_code == 503, "its silence to be noticed")
         until(lambda: client.get("/health/ready").status_code == 200, "it to be replaced")
