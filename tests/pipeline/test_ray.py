@@ -179,6 +179,19 @@ def test_nothing_is_left_of_a_program_that_ends(
 def test_the_command_line(cluster: Any, sdxl_folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "house.png"
     command = [sys.executable, "-m", "patchpar", "generate", "a small red house", "--model", str(sdxl_folder)]
-    options = ["--devices", "ray:2", "--plan", "cfg=2", "--steps", "2", "--height", "128", "--width", "128", "--output", str(file)]
+    options = [
+        "--devices",
+        "ray:2",
+        "--plan",
+        "cfg=2",
+        "--steps",
+        "2",
+        "--height",
+        "128",
+        "--width",
+        "128",
+        "--output",
+        str(file),
+    ]
     subprocess.run([*command, *options], check=True, timeout=SECONDS)
     assert file.stat().st_size > 1000
