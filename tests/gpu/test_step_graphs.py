@@ -6,6 +6,8 @@ graph (`tests.gpu.op_tape`). Buffers of one step lie where those of the step bef
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from diffusers.models.activations import GELU
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import Communicator
@@ -24,6 +27,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.denoiser import WholeDenoiser
 from patchpar.shard.fingerprint import fingerprint
+from patchpar.shard.graphs import recorder, step_graphs
 from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
 from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs, baked_in, why_not_repeated
 from patchpar.shard.stale.cache import StaleCache
@@ -282,6 +286,35 @@ def test_after_a_failed_call_messages_end_with_the_step_all_the_same() -> None:
         return [state, denoiser.history.cache.joins]
 
     assert on_threads(1, joins) == [[True, True]]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_is_compiled_in_a_capture(monkeypatch: pytest.MonkeyPatch, autocast: bool) -> None:
+    """Compiled code knows whether autocast keeps casts; to compile may wait for the device, which ends a capture."""
+    compiled, captures = list[bool](), list[bool]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(bool(captures and captures[-1]))
+        return graph.forward
+
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        captures.append(True)
+        yield
+        captures.append(False)
+
+    network = GELU(2, 2).requires_grad_(False)
+    network.compile(backend=backend)
+    monkeypatch.setattr(recorder, "device_module", lambda kind: Mock(graph=capture))
+    monkeypatch.setattr(recorder, "untaken_fraction", lambda device: 1.0)
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    graphs = StepGraphs(network, recorder.GraphRecorder(CPU, None), graphs_alone(network)._mesh)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: graph.recording.output)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for _ in range(2):
+            graphs.run("exact", network, ((torch.ones(1, 2),), {}), Stateless())
+    assert captures == [True, False], graphs.refused
+    assert compiled == [False], "once, by the step before"
 
 
 def test_later_arguments_are_written_where_the_first_are() -> None:

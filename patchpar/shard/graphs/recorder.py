@@ -68,7 +68,7 @@ class GraphRecorder:
             # Other threads of the process, such as those of libraries, may use the GPU meanwhile.
             captured = self._module.graph(graph, stream=self._stream, capture_error_mode="thread_local")
             unwatched = nullcontext() if self._waits is None else self._waits.capturing()
-            with unwatched, _without_kept_casts(), captured:
+            with unwatched, without_kept_casts(self._device.type), captured:
                 output = step()
         except PatchparError:
             raise
@@ -104,11 +104,15 @@ class _DeviceGraph:
 
 
 @contextmanager
-def _without_kept_casts() -> Iterator[None]:
-    """Context in which autocast keeps no casts of weights.
+def without_kept_casts(kind: str) -> Iterator[None]:
+    """Context in which autocast, where it is on for devices of type `kind`, keeps no casts of weights.
 
-    A graph would read those of before, which are freed at the end of autocast, and leave those that it writes.
+    A graph would read those of before, which are freed at the end of autocast, and leave those that it writes. Compiled
+    code is compiled anew where this has changed, which a capture has no time for: the step before it runs so too.
     """
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
     keeps = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

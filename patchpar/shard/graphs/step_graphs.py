@@ -22,7 +22,7 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import FACTORS, Fingerprint, fingerprint
-from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder
+from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder, without_kept_casts
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import every_rank_has
@@ -137,7 +137,8 @@ class StepGraphs:
         if key in self._ran:
             return self._captured(key, step, call, state)
         self._note(key, state)
-        return step(*call[0], **call[1])
+        with without_kept_casts(self._mesh[0].transport.device.type):
+            return step(*call[0], **call[1])
 
     def _note(self, key: _Key, state: CarriedState) -> None:
         """Note a kind of step that runs for the first time."""
