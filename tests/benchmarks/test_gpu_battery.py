@@ -238,7 +238,7 @@ def test_a_part_in_its_own_process(tmp_path: Path, body: str, ok: bool, says: st
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("part", ["facts", "layers", "overhead", "ranks", "hosted"])
+@pytest.mark.parametrize("part", ["facts", "layers", "overhead", "process", "ranks", "hosted"])
 def test_each_part_runs_on_a_cpu(part: str) -> None:
     """With tiny models: its figures mean nothing."""
     rows = list(MEASUREMENTS[part]("cpu"))

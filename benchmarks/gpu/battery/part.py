@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.battery import hosted, ranks, timing
+from benchmarks.gpu.battery import hosted, process, ranks, timing
 from benchmarks.gpu.quiet import quiet_process
 
 Row = dict[str, Any]
@@ -108,6 +108,7 @@ MEASUREMENTS: dict[str, Callable[[str], Iterator[Row]]] = {
     "facts": facts,
     "layers": timing.layers,
     "overhead": timing.overhead,
+    "process": process.process,
     "compiled": timing.compiled,
     "ranks": ranks.ranks,
     "hosted": hosted.hosted,

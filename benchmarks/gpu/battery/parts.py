@@ -4,6 +4,7 @@ facts      the GPUs, the driver, and what patchpar will use
 tests      the tests marked `gpu`
 layers     where the time of one plain forward goes, by type of layer
 overhead   a rank's own work, without waiting for messages, against the plain forward
+process    by which functions of Python and torch the process of such a rank takes longer
 compiled   the same with blocks that torch.compile has compiled
 ranks      steps with a GPU for each rank, against the plain forward
 hosted     weights in host memory, against the law of docs/weights.md and diffusers' group offload
@@ -63,8 +64,16 @@ PARTS = (
         name="overhead",
         title="A rank's own work",
         explanation="Rank 1 of 4 with messages that cost nothing, against one process; `ideal` is a quarter of it. "
-        "`host` is the time after which the process has enqueued everything; `MiB` the memory that a step takes beside "
-        "weights and what is kept between steps. A step runs from Python, or as a CUDA graph.",
+        "What Python launches is compared with a plain forward of the same minute, as hosts vary. `host` is the time "
+        "after which the process has enqueued everything; `MiB` the memory that a step takes beside weights and "
+        "what is kept between steps. A step runs from Python, or as a CUDA graph.",
+        least_seconds=20.0,
+    ),
+    Part(
+        name="process",
+        title="Where the process spends a step",
+        explanation="Functions by the time that they take themselves, under a profiler, which adds to each call: those "
+        "that take most in a step of this rank beyond the plain forward, whose figures stand beside.",
         least_seconds=20.0,
     ),
     Part(

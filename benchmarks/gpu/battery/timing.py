@@ -120,12 +120,19 @@ def cells(times: Times) -> Row:
 
 
 def _rows_of(device: str, name: str, denoiser: Denoiser, strategy: str, plain: dict[str, Times]) -> Iterator[Row]:
-    """Yield the rows of a strategy. One that takes more memory than there is says so, and the others go on."""
+    """Yield the rows of a strategy. One that takes more memory than there is says so, and the others go on.
+
+    What Python launches is compared with a plain forward of the same minute, since a host's speed varies by the minute.
+    """
     row: Row = {"model": name, "strategy": f"`{strategy}`"}
+    beside = {**plain, "eager": seconds_of(device, lambda: denoiser.network(**denoiser.call))}
+    refused = list[str]()
     try:
-        for step, how, times in _rank_times(device, denoiser, strategy):
-            of_ideal = times.seconds / (plain[how].seconds / WORLD)
-            yield {**row, "step": f"{step}, {how}", **cells(times), "of ideal": of_ideal}
+        for step, how, times in _rank_times(device, denoiser, strategy, refused.append):
+            of_plain = times.seconds / beside[how].seconds
+            ratios = {"of plain": of_plain, "of ideal": of_plain * WORLD}
+            yield {**row, "step": f"{step}, {how}", **cells(times), **ratios}
+        yield from ({**row, "step": "graph", "note": f"refused: {reason}"} for reason in refused)
     except torch.OutOfMemoryError:
         yield {**row, "step": "out of memory"}
         torch.cuda.empty_cache()
@@ -197,8 +204,10 @@ def of_plain(device: str, denoiser: Denoiser) -> Iterator[tuple[str, Times]]:
         yield "graph", seconds_of(device, graph.replay)
 
 
-def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tuple[str, str, Times]]:
-    """Yield the kind of a strategy's later steps, how they run, and their times.
+def _rank_times(
+    device: str, denoiser: Denoiser, strategy: str, refused: Callable[[str], object]
+) -> Iterator[tuple[str, str, Times]]:
+    """Yield the kind of a strategy's later steps, how they run, and their times. `refused`: see `of_strategy`.
 
     The rank is alone, and so is its vote on a capture.
     """
@@ -212,15 +221,20 @@ def _rank_times(device: str, denoiser: Denoiser, strategy: str) -> Iterator[tupl
         prepared_rank(device, denoiser.network, strategy, prepare, denoiser.call) as step,
         mock.patch.object(step_graphs, "every_rank_has", lambda mesh, where, here: here),
     ):
-        yield from of_strategy(device, denoiser.network, strategy, step, splits[0])
+        yield from of_strategy(device, denoiser.network, strategy, step, splits[0], refused)
 
 
 def of_strategy(
-    device: str, network: nn.Module, strategy: str, step: Callable[[], Any], split: Any
+    device: str,
+    network: nn.Module,
+    strategy: str,
+    step: Callable[[], Any],
+    split: Any,
+    refused: Callable[[str], object] = print,
 ) -> Iterator[tuple[str, str, Times]]:
     """Yield the kind of later steps of an opened strategy, how they run, and their times.
 
-    A capture that is refused is left out.
+    A capture that is refused is left out, and `refused` gets the reason.
     """
     remembers = parse_strategy(strategy).policy.remembers
     kind = "stale" if remembers else "exact"
@@ -233,7 +247,7 @@ def of_strategy(
         for _ in range(STALE_STEPS):
             step()
         if split.graphs.refused:
-            print(f"{strategy}: {split.graphs.refused}", flush=True)
+            refused(split.graphs.refused)
         else:
             yield kind, "graph", seconds_of(device, step)
 
