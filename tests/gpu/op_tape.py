@@ -25,7 +25,7 @@ Again = Callable[[], None]
 class OpTape(TorchDispatchMode):
     """Records what runs inside on this thread's rank. Raises CaptureRefused where the process reads a value."""
 
-    fraction = 0.0
+    fraction, untaken = 0.0, 1.0
 
     def __init__(self, rank: SimulatedRank) -> None:
         super().__init__()

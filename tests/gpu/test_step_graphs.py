@@ -28,8 +28,9 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.denoiser import WholeDenoiser
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.graphs import recorder, step_graphs
+from patchpar.shard.graphs.repeated_network import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import StaticCall, signature_of, why_not_static
-from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs, baked_in, why_not_repeated
+from patchpar.shard.graphs.step_graphs import MOST_KINDS, Stateless, StepGraphs
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.strategies.displaced import DisplacedPatch

@@ -20,6 +20,8 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, PatchparError, UnsupportedModel
 from patchpar.launch.accelerators import device_module, has_graphs, untaken_fraction
 
+WITHOUT = "graphs=False runs without"
+
 
 class CaptureRefused(Exception):
     """A step that cannot be captured; the message is the reason."""
@@ -29,12 +31,13 @@ class CapturedStep(Protocol):
     """A captured step.
 
     `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it. `fraction`: what it has
-    taken of the device's memory, 0 to 1.
+    taken of the device's memory, 0 to 1; `untaken`: what it has left of that.
     """
 
     output: Any
     has_run: bool
     fraction: float
+    untaken: float
 
     def replay(self) -> None:
         """Run the step again, on the memory of the capture."""
@@ -77,7 +80,8 @@ class GraphRecorder:
         if self._waits is not None:
             self._waits.add_graph(graph)
         found = _DeviceGraph(graph, output, self._module, self._waits, what)
-        found.fraction = max(0.0, untaken - untaken_fraction(self._device))
+        found.untaken = untaken_fraction(self._device)
+        found.fraction = max(0.0, untaken - found.untaken)
         return found
 
 
@@ -85,7 +89,7 @@ class _DeviceGraph:
     """A graph of the device. The end of each replay is watched from outside: one deadline for all waits in it."""
 
     def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits | None, what: str) -> None:
-        self.output, self.has_run, self.fraction = output, False, 0.0
+        self.output, self.has_run, self.fraction, self.untaken = output, False, 0.0, 1.0
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:
@@ -100,7 +104,7 @@ class _DeviceGraph:
             return
         end = self._module.Event()
         end.record()
-        self._waits.watch(end.query, lambda: f"{what}: the replay of its graph has not ended")
+        self._waits.watch(end.query, lambda: f"{what}: the replay of its graph ({WITHOUT}) has not ended")
 
 
 @contextmanager

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.fingerprint import FACTORS, Fingerprint, fingerprint
+from patchpar.shard.fingerprint import Fingerprint, fingerprint
 from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder, without_kept_casts
+from patchpar.shard.graphs.repeated_network import baked_in, why_not_repeated
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
-from patchpar.shard.hooks import hooks_of
 from patchpar.shard.verification import every_rank_has
-from patchpar.shard.weights.packed import plain_tensors
 
 REPLAY = "replay of a step"
 MOST_GRAPHS = 8  # of one denoiser: each holds the memory of a step
 MOST_MEMORY = 0.1  # of the device, that all may take, unless graphs are required: decoding needs the rest
-MOST_KINDS = 64  # that have run once: with so many the arguments differ from step to step
+LEAST_MEMORY = 0.05  # of the device, that they leave, unless graphs are required
+MOST_KINDS = 64  # one after the other of which none came twice: the arguments differ from step to step
 log = logging.getLogger(__name__)
 
 
@@ -111,29 +111,44 @@ _Key = tuple[Hashable, int, Any]  # kind, generation of the state, signature of 
 class StepGraphs:
     """The graphs of one denoiser on one rank of `mesh`.
 
-    `required`: raise UnsupportedModel where a capture is refused, instead of going on without graphs.
+    `required`: raise UnsupportedModel where a capture is refused, instead of going on without graphs. `level`: of the
+    log's line that says so. All ranks keep and drop graphs of the same kinds, since they run the same steps.
     """
 
-    def __init__(self, network: nn.Module, recorder: StepRecorder, mesh: AxisComm, *, required: bool = False) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        recorder: StepRecorder,
+        mesh: AxisComm,
+        *,
+        required: bool = False,
+        level: int = logging.WARNING,
+    ) -> None:
         self._network, self._recorder, self._mesh, self._required = network, recorder, mesh, required
-        self._graphs: dict[_Key, _Graph] = {}
+        self._level = level
+        self._graphs: dict[_Key, _Graph] = {}  # the last one used is the last
         self._ran: dict[_Key, Fingerprint] = {}  # kinds that have run once, and the network then
+        self._not_captured = set[_Key]()
+        self._new_kinds = 0  # one after the other
         self._facts: Any = None
         self.replays = 0
         self.refused = ""
-        """Why nothing more is captured."""
+        """Why the last kind of step that is not captured is not."""
         self.paused = False
         """Steps run without graphs, such as while every exchange is traced."""
 
     def run(self, kind: Hashable, step: Callable[..., Any], call: Call, state: CarriedState) -> Any:
         """Return the output of `step` for this call: it runs, is captured, or is replayed. Raises what it raises."""
-        if self.paused or self.refused:
+        if self.paused or self._new_kinds > MOST_KINDS:
             return step(*call[0], **call[1])
         key = (kind, state.generation, signature_of(call))
-        graph = self._graphs.get(key)
+        graph = self._graphs.pop(key, None)
         if graph is not None:
+            self._graphs[key] = graph
             graph.arguments.take(call)
             return self._replayed(graph, state)
+        if key in self._not_captured:
+            return step(*call[0], **call[1])
         if key in self._ran:
             return self._captured(key, step, call, state)
         self._note(key, state)
@@ -143,26 +158,41 @@ class StepGraphs:
     def _note(self, key: _Key, state: CarriedState) -> None:
         """Note a kind of step that runs for the first time."""
         for known in [known for known in (*self._graphs, *self._ran) if known[1] != state.generation]:
-            self._graphs.pop(known, None)  # its buffers are of no more use
-            self._ran.pop(known, None)
+            self._forget(known)  # its buffers are of no more use
+            self._new_kinds = 0
+        while len(self._ran) >= MOST_KINDS:
+            self._forget(next(iter(self._ran)))
         self._ran[key] = fingerprint(self._network)
-        if len(self._ran) > MOST_KINDS:
-            self._refuse(f"its arguments differ from step to step: {len(self._ran)} calls were of as many kinds")
+        self._new_kinds += 1
+        if self._new_kinds > MOST_KINDS:
+            self.clear()
+            self._new_kinds = MOST_KINDS + 1
+            self._refuse(key, f"its arguments differ from step to step: {MOST_KINDS} calls were of as many kinds")
+
+    def _forget(self, key: _Key) -> None:
+        """Drop what is known of a kind of step."""
+        self._graphs.pop(key, None)
+        self._ran.pop(key, None)
+        self._not_captured.discard(key)
 
     def _captured(self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState) -> Any:
         """Capture a step that all ranks can capture, and run it."""
+        self._new_kinds = 0
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._forget(next(iter(self._graphs)))
         before, traffic = state.snapshot(), _Sent(self._mesh[0].traffic)
         found, reason = self._attempt(key, step, call, state)
         sent, after = traffic.taken_off(), state.snapshot()
         if found is not None and found.recording.has_run:
             sent.add_to(self._mesh[0].traffic)
         if not every_rank_has(self._mesh, "capture of a step", not reason):
-            self._refuse(reason or "another rank could not capture this step")
+            self._refuse(key, reason or "another rank could not capture this step")
             if found is not None and found.recording.has_run:
                 return found.recording.output
             state.set_back(before)
             return step(*call[0], **call[1])
         assert found is not None
+        self._forget(key)
         graph = self._graphs[key] = replace(found, after=after, sent=sent, held=tuple(state.stored()))
         log.info("%s: captured as a graph", self._named(key))
         return copies_of_output(found.recording.output) if found.recording.has_run else self._replayed(graph, state)
@@ -173,8 +203,6 @@ class StepGraphs:
         """Return what has been captured, if anything, and why it cannot be used, if so."""
         reason = why_not_static(call, self._mesh[0].transport.device)
         reason = reason or why_not_repeated(self._network, self._ran[key], fingerprint(self._network))
-        if len(self._graphs) >= MOST_GRAPHS:
-            reason = reason or f"it has {MOST_GRAPHS} graphs already, each with the memory of a step"
         if reason:
             return None, reason
         arguments, weights, buffers = StaticCall(call), baked_in(self._network), _addresses(state)
@@ -182,17 +210,27 @@ class StepGraphs:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
-        taken = recording.fraction + sum(graph.recording.fraction for graph in self._graphs.values())
-        if taken > MOST_MEMORY and not self._required:
-            reason = (
-                f"graphs of it take {taken:.0%} of the device's memory, and may take {MOST_MEMORY:.0%}: so large a "
-                "step gains little from one launch (graphs=True has no such limit)"
-            )
-        elif baked_in(self._network) != weights:
+        reason = "" if self._required else self._why_no_room(recording)
+        if baked_in(self._network) != weights:
             reason = "its weights lie elsewhere after each step"
         elif _addresses(state) != buffers:
             reason = "a buffer that one step leaves to the next lies elsewhere each time"
         return _Graph(recording, arguments), reason
+
+    def _why_no_room(self, recording: CapturedStep) -> str:
+        """Return why the memory that a captured step has taken is too much beside other graphs; empty if it is not."""
+        taken = recording.fraction + sum(graph.recording.fraction for graph in self._graphs.values())
+        if taken > MOST_MEMORY:
+            return (
+                f"graphs of it take {taken:.0%} of the device's memory, and may take {MOST_MEMORY:.0%}: so large a "
+                "step gains little from one launch (graphs=True has no such limit)"
+            )
+        if recording.untaken < LEAST_MEMORY:
+            return (
+                f"a graph leaves {recording.untaken:.0%} of the device's memory, and has to leave {LEAST_MEMORY:.0%} "
+                "to what comes after the denoiser (graphs=True has no such limit)"
+            )
+        return ""
 
     def _replayed(self, graph: _Graph, state: CarriedState) -> Any:
         """Replay a step whose arguments have been written. Raises ExchangeError after a failed exchange."""
@@ -210,14 +248,15 @@ class StepGraphs:
         _, axis = self._mesh
         return f"rank {axis.ranks[axis.rank]}, {type(self._network).__name__}, step of kind {key[0]}"
 
-    def _refuse(self, reason: str) -> None:
-        """Capture nothing more, and say why. Raises UnsupportedModel if graphs are required."""
-        self.clear()
-        self.refused = reason
+    def _refuse(self, key: _Key, reason: str) -> None:
+        """Capture no step of this kind, and say why. Raises UnsupportedModel if graphs are required."""
+        self._not_captured.add(key)
         text = f"{type(self._network).__name__} cannot be captured as a graph: {reason}"
         if self._required:
             raise UnsupportedModel(f"{text}. Use graphs='auto', which goes on without graphs, or graphs=False")
-        log.warning("%s: its steps run without graphs", text)
+        if reason != self.refused:
+            log.log(self._level, "%s: its steps run without graphs", text)
+        self.refused = reason
 
     def look_at_network(self) -> None:
         """Drop all graphs if weights lie elsewhere, or factors of adapters are others, than at the last look."""
@@ -232,36 +271,10 @@ class StepGraphs:
             log.info("%s: %s, so its steps are captured again", type(self._network).__name__, reason)
         self._graphs.clear()
         self._ran.clear()
+        self._not_captured.clear()
+        self._new_kinds = 0
         self.refused = ""
 
 
 def _addresses(state: CarriedState) -> list[int]:
     return sorted({x.untyped_storage()._cdata for x in state.stored()})
-
-
-def why_not_repeated(network: nn.Module, before: Fingerprint, now: Fingerprint) -> str:
-    """Return why steps of a network cannot be captured; empty if they can.
-
-    `before` and `now`: its fingerprints at two steps of one kind, in which nobody changed it from outside.
-    """
-    if now.foreign:
-        return f"{now.foreign[0]} is code of another library, which may decide in each step what to compute"
-    for path, module in network.named_modules():
-        names = [name for name, _ in hooks_of(module)] + (["accelerate's"] if hasattr(module, "_hf_hook") else [])
-        if names:
-            return f"hook {names[0]} on {path or 'the denoiser'} may move weights or skip layers in each step"
-    changed = sorted(before.differences(now))
-    if changed:
-        path, name = changed[0]
-        return f"{name} of {path or 'the denoiser'} changes from step to step"
-    return ""
-
-
-def baked_in(network: nn.Module) -> Any:
-    """Return what a graph repeats though nobody passes it: addresses of weights, and factors that Python multiplies."""
-    weights = (*network.parameters(), *network.buffers())
-    addresses = tuple(x.data_ptr() for weight in weights for x in plain_tensors(weight))
-    holders = [each for module in network.modules() for each in (module, getattr(module, "processor", None))]
-    facts = [getattr(each, "__dict__", {}) for each in holders]
-    factors = tuple(repr(attributes[name]) for attributes in facts for name in FACTORS if name in attributes)
-    return addresses, factors
