@@ -123,11 +123,6 @@ QUOTED: list[tuple[str, str, list[Figures]]] = [
         [*computing("sdxl"), *computing("flux")],
     ),
     (
-        "../README",
-        f"Without graphs a rank of SDXL takes {NUMBER} ms against {NUMBER} of one process",
-        computing("sdxl", "eager"),
-    ),
-    (
         "faq",
         rf"takes {NUMBER} ms of {NUMBER} \(SDXL\) and {NUMBER} of {NUMBER} \(FLUX\)",
         [*computing("sdxl"), *computing("flux")],

@@ -65,7 +65,7 @@ class ModelFlags:
     scheduler: Annotated[str | None, more("Scheduler of diffusers, such as DDIMScheduler.")] = None
     dtype: Format = None
     variant: Variant = None
-    graphs: Annotated[bool, more("Repeat steps as CUDA graphs, where GPUs and plan can.", "--graphs")] = False
+    graphs: Annotated[bool | None, more("Steps as CUDA graphs; default: on several GPUs.")] = None
     trace: Annotated[Path | None, more("Write a timeline of all ranks, for Perfetto.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
@@ -91,7 +91,7 @@ class ModelFlags:
 
     def for_loading(self) -> dict[str, Any]:
         """Return keyword arguments of `ParallelPipeline.from_pretrained`, without devices and plan."""
-        graphs = "auto" if self.graphs else None
+        graphs = "auto" if self.graphs else self.graphs
         return given(torch_dtype=self.dtype, variant=self.variant, vae=self.vae, deadline=self.deadline, graphs=graphs)
 
     def for_sampling(self) -> dict[str, Any]:

@@ -82,7 +82,11 @@ def will_use(devices: Sequence[str], software: dict[str, str | None]) -> str:
         return "shared memory between CPU workers, torch's kernels"
     kernels = "patchpar's fused kernels (Triton)" if software["triton"] else "torch's kernels, since Triton is missing"
     if has_graphs(kind_of(devices[0])):
-        kernels += ", launched one by one: with --graphs (graphs='auto') a step is one launch, which fast GPUs need"
+        kernels += (
+            ", launched one by one: with --graphs (graphs='auto') a step is one launch, which fast GPUs need"
+            if len(devices) == 1
+            else ", a step in one launch as a CUDA graph where plan and model allow it"
+        )
     if len(devices) == 1:
         return f"{kernels}; one device, so that nothing is exchanged"
     between = default_backend(kind_of(devices[0])) if needs_group(tuple(devices)) else "memory of the host"

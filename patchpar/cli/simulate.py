@@ -35,7 +35,7 @@ class SimulatedCallFlags:
     steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="Guidance; default: the pipeline's own.")] = None
     dtype: Format = None
-    graphs: Annotated[bool, typer.Option("--graphs", help="Count each step as one launch, as of a CUDA graph.")] = False
+    graphs: Annotated[bool | None, typer.Option(help="A step is one launch; default: on several GPUs.")] = None
     json: Json = False
     debug: Debug = False
 
@@ -48,7 +48,7 @@ class SimulatedCallFlags:
         """Return what simulates the call. Raises PlanError."""
         from patchpar.pipeline.planner.simulate import Simulator
 
-        loading = given(torch_dtype=self.dtype, graphs=self.graphs or None)
+        loading = given(torch_dtype=self.dtype, graphs=self.graphs)
         return Simulator(self.model, self.machine, loading, self._call())
 
     def _call(self) -> dict[str, Any]:

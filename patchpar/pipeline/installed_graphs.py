@@ -9,7 +9,7 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.accelerators import has_graphs
 from patchpar.models.info import refuse_compiled_denoisers
-from patchpar.pipeline.graph_option import WAY_OUT, why_no_graphs
+from patchpar.pipeline.graph_option import WAY_OUT, are_wanted, why_no_graphs
 from patchpar.pipeline.messages import CallOptions
 from patchpar.plan.plan import Plan
 from patchpar.shard.denoiser import SharedDenoiser
@@ -25,7 +25,7 @@ def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
     Not with graphs="auto" for a denoiser that is compiled as a whole, which may have graphs of its own.
     """
     plan, wanted = options.plan, options.graphs
-    if not wanted or plan.world_size > 1 or not has_graphs(device.type):
+    if not are_wanted(wanted, plan) or plan.world_size > 1 or not has_graphs(device.type):
         return False
     try:
         refuse_compiled_denoisers(pipe)
@@ -37,19 +37,22 @@ def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
     return wanted is True or not why_no_graphs(plan)
 
 
-def captured(found: SharedDenoiser | None, recorder: StepRecorder | None, *, required: bool) -> SharedDenoiser | None:
+def captured(
+    found: SharedDenoiser | None, recorder: StepRecorder | None, wanted: bool | str | None
+) -> SharedDenoiser | None:
     """Return a denoiser whose steady calls are replayed as graphs, if there is a recorder for them."""
     if found is not None and recorder is not None:
-        found.use_graphs(StepGraphs(found.denoiser, recorder, found.mesh, required=required))
+        level = logging.INFO if wanted is None else logging.WARNING
+        found.use_graphs(StepGraphs(found.denoiser, recorder, found.mesh, required=wanted is True, level=level))
     return found
 
 
-def recorder_of(plan: Plan, wanted: bool | str, transport: Transport) -> StepRecorder | None:
+def recorder_of(plan: Plan, wanted: bool | str | None, transport: Transport) -> StepRecorder | None:
     """Return what captures the denoiser calls of a plan, as `graph_option` says; None: they run as always.
 
     Raises PlanError where graphs are required and cannot be.
     """
-    if not wanted:
+    if not are_wanted(wanted, plan) or (wanted is None and not has_graphs(transport.device.type)):
         return None
     reason = why_no_graphs(plan)
     try:

@@ -59,7 +59,7 @@ class InstalledPlan:
         pipe: Any = None,
         held: Held = MappingProxyType({}),
         *,
-        graphs: bool | str = False,
+        graphs: bool | str | None = False,
         known: KnownDenoisers | None = None,
     ) -> None:
         self.pipe, self._held, self._wanted = pipe, held, graphs
@@ -129,7 +129,7 @@ class InstalledPlan:
             self.known.pass_on(found, alone=plain_calls_take_one_rank(plan, self.weights))
         else:
             found = WholeDenoiser(module, mesh, ExchangePolicy(), **options) if self._recorder else None
-        return captured(found, self._recorder, required=self._wanted is True)
+        return captured(found, self._recorder, self._wanted)
 
     def _divide_blocks(
         self, module: nn.Module, hook: DenoiserHook, plan: Plan, verifications: Any, in_patches: Any

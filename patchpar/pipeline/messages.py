@@ -96,7 +96,7 @@ class CallOptions:
     verify: bool | Path = True
     trusted_code: tuple[str, ...] = ()
     vae: str = "auto"
-    graphs: bool | str = False
+    graphs: bool | str | None = None
     symmetric_memory: bool = False
     random: RandomState | None = None
     has_callback: bool = False

@@ -46,7 +46,7 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
     in the user's cache. `trusted_code`: names of modules or packages whose code in a denoiser is compared at its first
     call only, rather than whenever it does something new (docs/accuracy.md).
     `vae`: how several devices encode and decode (docs/parallel-vae.md). `graphs`: replay steady denoiser calls as CUDA
-    graphs (docs/graphs.md). `symmetric_memory`: small exchanges between GPUs of one host by one kernel.
+    graphs, by default on several GPUs (docs/graphs.md). `symmetric_memory`: small exchanges by one kernel.
     `secret_file`: a file with a secret, the same on all hosts, by which ranks on several hosts (of torchrun or a Ray
     cluster) know one another; they need it unless `trusted_network` says that nobody else can reach their network.
 
@@ -65,7 +65,7 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         verify: bool | Path = True,
         trusted_code: Iterable[str] = (),
         vae: str = "auto",
-        graphs: bool | str = False,
+        graphs: bool | str | None = None,
         symmetric_memory: bool = False,
         secret_file: str | Path | None = None,
         trusted_network: bool = False,
@@ -93,7 +93,7 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         verify: bool | Path = True,
         trusted_code: Iterable[str] = (),
         vae: Any = "auto",
-        graphs: bool | str = False,
+        graphs: bool | str | None = None,
         symmetric_memory: bool = False,
         secret_file: str | Path | None = None,
         trusted_network: bool = False,
@@ -120,7 +120,7 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh, state.executor = model.is_fresh, request.executor()
-        state.timed = TimedPlans.of(model, request.devices.names)
+        state.timed = TimedPlans.of(model, request.devices.names, request.graphs)
         try:
             state.weights = weights or model.weights_on(state.executor, request.devices.names)
             words, divides = model.arguments(request.plan or state.weights.plan), state.divides_weights

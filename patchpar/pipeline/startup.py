@@ -42,7 +42,7 @@ class PipelineOptions:
     verify: bool | Path
     trusted_code: tuple[str, ...]
     vae: str
-    graphs: bool | str
+    graphs: bool | str | None
     symmetric_memory: bool
     secret_file: Path | None
     trusted_network: bool
@@ -100,7 +100,7 @@ def check_request(  # noqa: PLR0913 - each is a setting of its own, by name
     verify: object,
     trusted_code: object = (),
     vae: object,
-    graphs: object = False,
+    graphs: object = None,
     symmetric_memory: object = False,
     secret_file: object = None,
     trusted_network: object = False,

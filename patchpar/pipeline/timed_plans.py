@@ -22,7 +22,7 @@ from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
 from patchpar.pipeline.planner.overlap import leaves_overlap_open, overlap_of
 from patchpar.pipeline.planner.search import PlanSearchResult, search
-from patchpar.pipeline.planner.simulate import Simulator
+from patchpar.pipeline.planner.simulate import GRAPHS, Simulator
 from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.report import Run
@@ -83,10 +83,10 @@ class TimedPlans:
         self._searching = threading.Lock()
 
     @classmethod
-    def of(cls, model: ModelToLoad, devices: Sequence[str]) -> "TimedPlans":
-        """Return those of a model before it is loaded."""
+    def of(cls, model: ModelToLoad, devices: Sequence[str], graphs: bool | str | None) -> "TimedPlans":
+        """Return those of a model before it is loaded. `graphs`: the option of its pipeline."""
         if isinstance(model, ModelInFiles) and Path(model.source).is_dir():
-            return cls(str(model.source), model.options, devices)
+            return cls(str(model.source), {**model.options, GRAPHS: graphs}, devices)
         return cls(None, {}, devices)
 
     @property

@@ -167,9 +167,9 @@ def test_gpus_whose_driver_is_too_old_are_there_and_cannot_be_used(
     [
         (["cpu", "cpu"], None, "shared memory between CPU workers"),
         (["cuda:0"], "3.7", "which fast GPUs need; one device, so"),
-        (["cuda:0", "cuda:1"], "3.7", "fused kernels (Triton), launched one by one: with --graphs"),
-        (["cuda:0", "cuda:1"], "3.7", "a step is one launch, which fast GPUs need; exchange through nccl"),
-        (["cuda:0", "cuda:0"], None, "since Triton is missing, launched"),
+        (["cuda:0", "cuda:1"], "3.7", "fused kernels (Triton), a step in one launch as a CUDA graph"),
+        (["cuda:0", "cuda:1"], "3.7", "where plan and model allow it; exchange through nccl"),
+        (["cuda:0", "cuda:0"], None, "since Triton is missing, a step in one launch"),
         (["cuda:0", "cuda:0"], None, "; exchange through memory of the host"),
         (["xpu:0", "xpu:1"], None, "exchange through xccl"),
     ],

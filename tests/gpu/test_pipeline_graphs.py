@@ -50,7 +50,7 @@ def generated(
     name: str,
     plan: str,
     *,
-    graphs: bool | str,
+    graphs: bool | str | None,
     sizes: Sequence[tuple[int, int]] = SIZES[:1] * 2,
     between: Between = lambda engine: None,
     tracing: bool = False,
@@ -140,6 +140,14 @@ def test_a_denoiser_that_is_compiled_as_a_whole_has_no_graphs_of_ours(monkeypatc
     assert not needs("auto")
     with pytest.raises(UnsupportedModel, match="is compiled as a whole"):
         needs(True)
+
+
+def test_without_a_choice_steps_of_several_devices_are_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device runs the plain pipeline."""
+    found = generated(monkeypatch, "sdxl", "cfg=2", graphs=None)
+    assert [list(each) for each in found.replays] == [[STEPS - 2, STEPS - 1]] * 2
+    found = generated(monkeypatch, "sdxl", "patch=1", graphs=None)
+    assert [list(each) for each in found.replays] == [[0, 0]]
 
 
 DISPLACED = PLANS[1]

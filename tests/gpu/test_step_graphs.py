@@ -6,7 +6,7 @@ graph (`tests.gpu.op_tape`). Buffers of one step lie where those of the step bef
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from types import SimpleNamespace
@@ -260,6 +260,67 @@ def test_images_of_two_sizes_in_turn_are_no_arguments_that_differ_from_step_to_s
         if graphs.refused:
             break
     assert "its arguments differ from step to step" in graphs.refused, "control"
+
+
+def kinds_of(monkeypatch: pytest.MonkeyPatch, fractions: dict[float, float], **options: Any) -> Callable[[float], str]:
+    """Steps of a kind for each number, by what they do; `fractions`: of the memory, that a graph of one takes."""
+    did = list[str]()
+
+    def capture(step: Any, what: str) -> Any:
+        did.append("captured")
+        fraction = fractions.get(graphs_taken[-1], 0.01)
+        return SimpleNamespace(output=None, has_run=True, fraction=fraction, untaken=1 - fraction, replay=lambda: None)
+
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: did.append("replayed"))
+    alone = graphs_alone(nn.Linear(1, 1))
+    graphs = StepGraphs(nn.Linear(1, 1), Mock(capture=capture), alone._mesh, **options)
+    graphs_taken = list[float]()
+
+    def step(number: float) -> str:
+        graphs_taken.append(number)
+        did.clear()
+        graphs.run("exact", lambda x, scale: did.append("ran"), ((torch.ones(1), number), {}), Stateless())
+        return " ".join(did)
+
+    return step
+
+
+def test_a_ninth_kind_of_step_takes_the_place_of_the_one_that_was_used_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a server, to which images of all sizes come."""
+    step = kinds_of(monkeypatch, {})
+    for number in range(8):
+        assert [step(number), step(number), step(number)] == ["ran", "captured", "replayed"]
+    assert step(0) == "replayed"
+    assert [step(8), step(8), step(8)] == ["ran", "captured", "replayed"]
+    assert [step(0), step(2), step(7)] == ["replayed"] * 3
+    assert [step(1), step(1)] == ["ran", "captured"], "number 1 made room"
+    for number in range(100, 300):
+        assert [step(number), step(number)] == ["ran", "captured"], "many sizes are no arguments that always differ"
+
+
+def test_a_step_that_takes_too_much_memory_leaves_the_graphs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large image between small ones."""
+    step = kinds_of(monkeypatch, {1: 0.2, 2: 0.05, 3: 0.05})
+    assert [step(0), step(0), step(0)] == ["ran", "captured", "replayed"]
+    assert [step(1), step(1), step(1), step(1)] == ["ran", "captured", "ran", "ran"]
+    assert [step(2), step(2), step(3), step(3), step(3)] == ["ran", "captured", "ran", "captured", "ran"], "0.11 in all"
+    assert [step(0), step(2)] == ["replayed"] * 2
+    step = kinds_of(monkeypatch, {1: 0.96}, required=True)
+    assert [step(1), step(1), step(1)] == ["ran", "captured", "replayed"]
+
+
+def test_graphs_leave_a_twentieth_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for untaken, is_refused in ((0.04, True), (0.06, False)):
+        monkeypatch.setattr(OpTape, "untaken", untaken)
+        found = predicted(Case(model="flux", strategy="exact"), taped, required=False)
+        assert all((each.replays == 0) == is_refused for each in found)
+        assert ("a graph leaves 4% of the device's memory, and has to leave 5%" in caplog.text) == is_refused
+        caplog.clear()
 
 
 def test_quantised_weights_that_move_are_seen() -> None:

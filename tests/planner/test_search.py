@@ -247,10 +247,13 @@ def test_ranks_are_placed_where_links_are_fast() -> None:
 
 
 @pytest.mark.parametrize("name", first_of(["4xH100-nvlink", "4xRTX4090-pcie4", "4xL20-pcie4"]))
-def test_plans_of_a_real_model_that_are_not_recorded_could_not_have_won(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("graphs", [True, None])
+def test_plans_of_a_real_model_that_are_not_recorded_could_not_have_won(
+    tmp_path: Path, name: str, graphs: bool | None
+) -> None:
     """Against recording and replaying all: the same best plan, and the same seconds of all that are replayed."""
     call = {"height": 128, "width": 128}
-    options = {"torch_dtype": "float16", "graphs": True}
+    options = {"torch_dtype": "float16", "graphs": graphs}
     simulator = Simulator("embedded", name, options, call, VerificationCache(tmp_path))
     found = search(simulator.machine, simulator.call.branches, "exact", simulator.of)
     every = [simulator.of(plan) for plan in (Plan(), *candidates(4, simulator.call.branches, "exact"))]
@@ -259,6 +262,21 @@ def test_plans_of_a_real_model_that_are_not_recorded_could_not_have_won(tmp_path
     seconds = {each.plan: each.step.seconds for each in every}
     assert all(each.step.seconds == seconds[each.plan] for each in found.ranked if each.plan in seconds)
     assert all(seconds[plan] * CLOSE >= found.best.step.seconds for plan in found.skipped)
+
+
+def test_without_a_choice_steps_of_several_gpus_are_priced_as_graphs(tmp_path: Path) -> None:
+    """As a pipeline runs them; features and weights that are divided leave no graphs."""
+    plans = [Plan(), Plan(cfg=2), Plan(patch=2), Plan(patch=2, weights="sharded")]
+    one, cfg, patch, sharded = ([], [], [], [])
+    for graphs in (None, True, False):
+        options = {"torch_dtype": "float16", "graphs": graphs}
+        found = Simulator("embedded", "2xH100", options, {"height": 64, "width": 64}, VerificationCache(tmp_path))
+        for seconds, plan in zip((one, cfg, patch, sharded), plans, strict=True):
+            seconds.append(found.of(plan).step.seconds)
+    for default, always, never in (cfg, patch):
+        assert default == always < never
+    assert one[0] == one[2] > one[1]
+    assert len(set(sharded)) == 1
 
 
 def test_a_kernel_of_few_rows_is_not_shorter_with_fewer() -> None:

@@ -93,9 +93,9 @@ def overhead(device: str) -> Iterator[Row]:
 def compiled(device: str) -> Iterator[Row]:
     """Yield the same with the blocks compiled, of the plain forward and of the strategies that are recommended."""
     backend = {} if device == "cuda" else {"backend": "eager"}
-    yield from _steps_of(
-        device, RECOMMENDED, lambda network: network.compile_repeated_blocks(fullgraph=True, **backend)
-    )
+    found = _steps_of(device, RECOMMENDED, lambda network: network.compile_repeated_blocks(fullgraph=True, **backend))
+    for row in found:
+        yield {**row, "model": f"{row['model']}, compiled"}
 
 
 def _steps_of(

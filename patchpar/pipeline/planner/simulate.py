@@ -13,6 +13,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import EMBEDDED, HUB_NAME, embedded_model, path_of
 from patchpar.models.quick_imports import quick_imports
+from patchpar.pipeline.graph_option import are_wanted, why_no_graphs
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast, PlanForecasts, plan_fits, steps_of_turn
 from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts, KeptTapes
@@ -77,7 +78,7 @@ class Simulator:
     ) -> None:
         self.machine = machine_of(machine) if isinstance(machine, str) else machine
         loading = {name: value for name, value in options.items() if name != GRAPHS}
-        self._assumed = AS_GRAPH if options.get(GRAPHS) else ASSUMED
+        self._graphs = options.get(GRAPHS)
         self._folder, self._options = _folder(model, loading)
         self._kwargs = dict(kwargs)
         device = self.machine.device
@@ -116,9 +117,13 @@ class Simulator:
                 self.machine,
                 steps=self.call.steps,
                 warm_up_steps=steps.warm_up_steps,
-                assumed=self._assumed,
+                assumed=AS_GRAPH if self._is_captured(plan) else ASSUMED,
             )
         return replace(self._forecasts[plan].on(order), plan=plan)
+
+    def _is_captured(self, plan: Plan) -> bool:
+        """Whether steps of a plan run as graphs, by the option of a pipeline."""
+        return self._joined and are_wanted(self._graphs, plan) and not why_no_graphs(plan)
 
     def _ranks(self, steps: SimulatedSteps) -> ImageRanks:
         found = self._tapes.find(steps.plan)
@@ -137,7 +142,7 @@ class Simulator:
 def simulate(
     model: str, machine: str | AnyMachine, plan: str | Plan, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Forecast:
-    """Return the forecast of a call with `kwargs`. `options`: of `from_pretrained`; with `graphs` a step is one launch.
+    """Return the forecast of a call with `kwargs`. `options`: of `from_pretrained`, also `graphs`, as of a pipeline.
 
     Raises what `Simulator` raises.
     """
