@@ -63,7 +63,8 @@ def lines(models: Mapping[str, RecordedModel], figures: Path = FIGURES) -> Itera
         "Forwards of the denoiser at 1024 x 1024, [measured](gpu.md) with random weights in one process, beside the "
         "predicted step, which also has what the scheduler computes. Nothing was chosen by these rows but the time of "
         "a row of an RMS norm. `calibrated`: kernels scaled by the longest forward as a graph; of that model itself it "
-        "is left out. What is launched by Python depends on the host, of which the page of measurements says how it varied."
+        "is left out. What is launched by Python depends on the host, of which the page of measurements says how it "
+        "varied."
     )
     yield ""
     yield "| call | device | launched | measured ms | predicted ms | error | calibrated | error |"
