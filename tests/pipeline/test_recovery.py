@@ -127,7 +127,7 @@ def test_new_workers_are_killed_while_they_load(
     four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)  # verifies it
     killed = killing_new_workers(four, times, monkeypatch)
     if times == 2:
-        four._executor._pool.drop([0])  # type: ignore[attr-defined]
+        four._executor._pool.drop([0])
     job = four.submit(**CALL, plan="single", ranks=(0,), generator=generator())
     if times == 1:
         striking(four, job, (0,), signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_workers_that_cannot_load_the_model_are_not_started_for_ever(
     with monkeypatch.context() as broken:
         killed = killing_new_workers(four, 100, broken)
         for retries in (0, 1):
-            four._executor._pool.drop([0])  # type: ignore[attr-defined]
+            four._executor._pool.drop([0])
             job = four.submit(**CALL, plan="single", ranks=(0,), max_retries=retries)
             with pytest.raises(LaunchError, match=r"repeating 'load' failed: .*SIGKILL"):
                 job.result(SECONDS)
@@ -150,7 +150,7 @@ def test_workers_that_cannot_load_the_model_are_not_started_for_ever(
         with pytest.raises(LaunchError, match=r"could not be started 3 times in a row"):
             four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)
         assert len(killed) == 3
-    four._executor._failed_starts.clear()  # type: ignore[attr-defined]
+    four._executor._failed_starts.clear()
     four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)
 
 
