@@ -171,9 +171,9 @@ class WorkerExecutor(Executor):
     def _run(self, ranks: Sequence[int], message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
         try:
             return self._pool.call(ranks, message, callbacks, expected)
-        except WorkerError as error:
+        except WorkerError:
             if self._is_closed:
-                raise LaunchError("this executor was closed during the call") from error
+                raise LaunchError("this executor was closed during the call") from None  # which has ended the workers
             raise
 
     def _make_ready(self, ranks: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
 """How a job goes on after a failure of its ranks: with which plan, and on which of them.
 
 a worker died or hung       those that are left make the call again from the journal, with the plan for so many;
-                            if none is left, or ranks hold parts of one model: new workers, with the same plan
+                            if none is left, or ranks hold parts of one model: new workers, with the same plan;
+                            new ones that die while they load the model are lost as well
 a device lacks memory       once: with a plan for more ranks, or while decoding in tiles; nobody has died
 a record does not fit       the same plan, from the first denoiser call on
 
@@ -64,7 +65,7 @@ class Recovery:
             return self._from_the_start(error, plan, ranks)
         if isinstance(error, WorkerOutOfMemory) or is_out_of_memory(error):
             return self._with_more_memory(error, plan, ranks)
-        if isinstance(error, (WorkerDied, WorkerHung)) and self._placement.max_retries:
+        if _has_lost_workers(error) and self._placement.max_retries:
             return self._on_other_workers(error, plan, ranks)
         raise error
 
@@ -82,13 +83,15 @@ class Recovery:
 
     # --- lost workers -------------------------------------------------------------------------------------------
 
-    def _on_other_workers(self, error: WorkerError, plan: Plan, ranks: tuple[int, ...]) -> NextAttempt:
+    def _on_other_workers(self, error: Exception, plan: Plan, ranks: tuple[int, ...]) -> NextAttempt:
         most = self._placement.max_retries
         if self.retries >= most:
+            if isinstance(error, LaunchError):
+                raise error
             raise RetriesExhausted(
                 f"this job was made {self.retries + 1} times, as often as max_retries={most} allows, and lost a worker "
                 f"each time; the last one: {error}",
-                rank=error.rank,
+                rank=getattr(error, "rank", None),
             ) from error
         self.retries += 1
         left = self._state.ranks.ready(ranks)
@@ -172,6 +175,12 @@ class Recovery:
             own += [f"{free.host / GB:.2f} GB of the host"] if free.host is not None else []
             texts.append(f"rank {rank} {' and '.join(own) or 'unknown'}")
         return ", ".join(texts)
+
+
+def _has_lost_workers(error: Exception) -> bool:
+    """Return whether workers died or hung, or died when they were started anew. Starts that hang have had minutes."""
+    died_anew = isinstance(error, LaunchError) and isinstance(error.__cause__, WorkerDied)
+    return died_anew or isinstance(error, (WorkerDied, WorkerHung))
 
 
 def _first_line(error: Exception) -> str:

@@ -103,6 +103,57 @@ def test_a_job_that_kills_its_workers_ends(four: ParallelPipeline) -> None:
     four.submit(**CALL, plan="patch=3").result(SECONDS)
 
 
+def killing_new_workers(pipe: ParallelPipeline, times: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kill the workers that are started next, so many times, before they load the model; return the list of them."""
+    executor: Any = pipe._executor
+    killed: list[int] = []
+    load = executor._replay
+
+    def killed_while_loading(ranks: Any) -> None:
+        if len(killed) < times:
+            killed.append(pids_of(pipe)[ranks[0]])
+            os.kill(killed[-1], signal.SIGKILL)
+        load(ranks)
+
+    monkeypatch.setattr(executor, "_replay", killed_while_loading)
+    return killed
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_new_workers_are_killed_while_they_load(
+    four: ParallelPipeline, plain: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a job that has lost all it had, once; and twice in a row, of a job whose ranks were lost before."""
+    four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)  # verifies it
+    killed = killing_new_workers(four, times, monkeypatch)
+    if times == 2:
+        four._executor._pool.drop([0])
+    job = four.submit(**CALL, plan="single", ranks=(0,), generator=generator())
+    if times == 1:
+        striking(four, job, (0,), signal.SIGKILL)
+    assert relative_error(job.result(SECONDS), plain(**CALL, generator=generator())) <= EXACT
+    assert (len(killed), job.retries) == (times, 2)
+
+
+def test_workers_that_cannot_load_the_model_are_not_started_for_ever(
+    four: ParallelPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job fails as one whose workers cannot be started, once it was made as often as it may be."""
+    with monkeypatch.context() as broken:
+        killed = killing_new_workers(four, 100, broken)
+        for retries in (0, 1):
+            four._executor._pool.drop([0])
+            job = four.submit(**CALL, plan="single", ranks=(0,), max_retries=retries)
+            with pytest.raises(LaunchError, match=r"repeating 'load' failed: .*SIGKILL"):
+                job.result(SECONDS)
+            assert (len(killed), job.retries) == (1 + 2 * retries, retries)
+        with pytest.raises(LaunchError, match=r"could not be started 3 times in a row"):
+            four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)
+        assert len(killed) == 3
+    four._executor._failed_starts.clear()
+    four.submit(**CALL, plan="single", ranks=(0,)).result(SECONDS)
+
+
 @pytest.mark.breadth
 def test_a_callback_is_asked_once_for_each_step(four: ParallelPipeline) -> None:
     asked = []
