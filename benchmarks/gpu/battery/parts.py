@@ -73,7 +73,8 @@ PARTS = (
         name="process",
         title="Where the process spends a step",
         explanation="Functions by the time that they take themselves, under a profiler, which adds to each call: those "
-        "that take most in a step of this rank beyond the plain forward, whose figures stand beside.",
+        "that take most in a step of this rank beyond the plain forward, whose figures stand beside. Whole steps are "
+        "without it.",
         least_seconds=20.0,
     ),
     Part(

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import pstats
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -21,6 +26,7 @@ from benchmarks.gpu.battery.timing import (
     turns_of,
     wait,
 )
+from patchpar.comm.transport.stream_waits import StreamWaits
 
 MODEL = "sdxl"
 MOST = 25  # functions of each strategy
@@ -44,8 +50,42 @@ def process(device: str) -> Iterator[Row]:
                     for _ in range(STALE_STEPS):
                         step()
                     split = _profile(device, step)
-                for row in _rows(plain, split):
+                    whole = list(_whole_steps(device, step))
+                for row in (*whole, *_rows(plain, split)):
                     yield {"model": name, "strategy": f"`{strategy}`", **row}
+
+
+def _whole_steps(device: str, step: Callable[[], object]) -> Iterator[Row]:
+    """Yield what a step takes without a profiler, in turns with what may disturb it left out: medians."""
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "whole step": nullcontext,
+        "whole step, garbage collector off": _without_collector,
+        "whole step, deadlines not watched": lambda: mock.patch.object(StreamWaits, "look", return_value=None),
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(turns_of(device)[1] * 2 + 1):
+        for way, context in ways.items():
+            with context():
+                found[way].append(_seconds_of_one(device, step))
+    yield from ({"function": way, "calls": 1, "ms": 1e3 * median(seconds)} for way, seconds in found.items())
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _seconds_of_one(device: str, call: Callable[[], object]) -> float:
+    """Return the seconds until the device has done all of a call."""
+    wait(device)
+    began = perf_counter()
+    call()
+    wait(device)
+    return perf_counter() - began
 
 
 def _rows(plain: dict[str, Own], split: dict[str, Own]) -> Iterator[Row]:
