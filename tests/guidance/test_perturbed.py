@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.coverage.pipelines.zoo import ZOO
-from patchpar.errors import PlanError, VerificationError
+from patchpar import ParallelPipeline
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
+from patchpar.plan.plan import Plan
 from patchpar.shard.guidance_branches import at_own_index, layers_by_branch
+from patchpar.strategies.structure.options import StructureGuidance
 from tests import tiny
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -60,6 +63,16 @@ def test_branches_on_different_ranks(name: str, plan: str, options: dict[str, An
 def test_three_branches_of_one_image_on_two_ranks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"3 branches in one batch of 3, which cfg=2 ranks cannot.*use cfg=3"):
         generated("sd", "cfg=2", tmp_path)
+
+
+def test_patches_of_a_large_image_are_refused() -> None:
+    """Through the pipeline, which knows whether its guidance is perturbed once it runs."""
+    plan = Plan(patch=1, strategy=StructureGuidance(native=64))
+    found = perturbed("sd")
+    with ParallelPipeline(found.pipe, devices="cpu", plan=plan) as pipe:
+        words = r"with pag_scale=2\.0 splits the batch into guidance branches.*use strategy exact, or pag_scale=0"
+        with pytest.raises(UnsupportedModel, match=words):
+            pipe(**found.call_kwargs | {"height": 128, "width": 128})
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch
-from patchpar.strategies.data.prompt_check import FILLED, PromptRows
+from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.data.prompt_check import FILLED, PromptCheck, PromptRows
 from patchpar.strategies.data.split import PromptSlice
+from tests.exact.later import FIRST_WITH_EFFECT, CountingHook
+from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.threads import connected
+
+FLUX = "FluxTransformer2DModel"
 
 
 def images(*seeds: int) -> torch.Tensor:
@@ -55,3 +69,20 @@ def test_other_rows_hold_other_numbers() -> None:
     assert found["count"] == 3
     assert torch.equal(rows.ours_in([whole], by_item=False)[0], sample)
     assert torch.equal(torch.stack(rows.ours_in(found["texts"], by_item=True)), text)
+
+
+def test_code_that_begins_something_beside_a_cache_of_diffusers_is_refused(tmp_path: Path) -> None:
+    """The plain call to compare with runs all blocks, which the cache leaves out by then."""
+    network, call = TRANSFORMERS[FLUX].build(), TRANSFORMERS[FLUX].call(0)
+    network.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    network.proj_out.register_forward_hook(CountingHook())
+    (transport,) = connected(1)
+    with closing(transport), torch.no_grad(), network.cache_context("cond"):
+        foreign = ForeignCheck(network, (Communicator(transport), Axis("data")), VerificationCache(tmp_path))
+        check = PromptCheck(network, Axis("data", 1, 2, (0, 1)), foreign, is_alone=True)
+        check.begin({"prompt": ["a red house", "a blue boat"] * 2})
+        for _ in range(FIRST_WITH_EFFECT):
+            check.run(partial(network, **call), network.forward, ((), call))
+        words = r"does what it did not in earlier steps, beside a cache of diffusers.*disable_cache\(\), or use data=1"
+        with pytest.raises(UnsupportedModel, match=words):
+            check.run(partial(network, **call), network.forward, ((), call))

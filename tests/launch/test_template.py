@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from patchpar.launch.fork_request import TemplateEnded
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.start_method import resolve_start_method
 from patchpar.launch.started_process import FreshProcess, ProcessRequest
+from patchpar.launch.template_key import TemplateKey
 from patchpar.launch.template_process import ForkedChild, TemplateProcess, assign_descriptors, open_descriptors
 from tests.breadth import first_of
 from tests.launch.conftest import PLAIN, all_gone, is_running
@@ -79,6 +81,44 @@ def test_a_worker_is_the_same_both_ways(own, tmp_path, monkeypatch, ranks, prelo
     assert forked["folder"] == str(tmp_path)
     assert len(forked["descriptors"]) > 5
     assert {name: value for name, value in forked.items() if value != new[name]} == {}
+
+
+def of_now(*path, **variables):
+    """The key of the template of a worker that is started now."""
+    return TemplateKey.of(ProcessRequest(channel=0, output=1, inherit=(), environment=variables, path=path, modules=()))
+
+
+def test_a_worker_whose_variables_or_modules_are_others_has_another_template(monkeypatch, tmp_path):
+    known = of_now("/one", "/two", NAME="1")
+    assert of_now("/one", "/two", NAME="1", PYTEST_CURRENT_TEST="another") == known
+    assert known not in (of_now("/two", "/one", NAME="1"), of_now("/one", "/two", NAME="2"), of_now("/one", "/two"))
+    here = of_now("/one", "packages")
+    monkeypatch.chdir(tmp_path)
+    assert of_now("/one", "/two", NAME="1") == known, "no module is looked for in the working directory"
+    assert of_now("/one", "packages") != here
+    monkeypatch.setattr(sys, "executable", "/another/python")
+    assert of_now("/one", "/two", NAME="1") != known
+
+
+@pytest.mark.parametrize("setting", ["files", "signals", "umask"])
+def test_a_worker_of_other_settings_has_another_template(setting):
+    """Those that a process hands on to its children."""
+    known, (soft, hard) = of_now(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, mask = signal.getsignal(signal.SIGUSR2), os.umask(0o022)
+    os.umask(mask)
+    try:
+        if setting == "files":
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+        elif setting == "signals":
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        else:
+            os.umask(mask ^ 0o020)
+        assert of_now() != known
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        signal.signal(signal.SIGUSR2, before)
+        os.umask(mask)
+    assert of_now() == known
 
 
 def test_what_a_worker_takes_over_is_that_of_its_start(own, monkeypatch):

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from patchpar.errors import LaunchError
+from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.control_group import GroupControl
+from patchpar.launch.default_group import GroupRank
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.messages import unpack
+from patchpar.launch.shared_secret import NetworkTrust
 from patchpar.launch.torchrun import TorchrunContext, TorchrunExecutor, torchrun_world
-from patchpar.launch.torchrun_connection import TorchrunConnection
+from patchpar.launch.torchrun_connection import TorchrunConnection, connect_ranks
 from tests.forked import forked
 from tests.launch.conftest import TOY
 
@@ -266,3 +268,12 @@ def test_a_rank_beyond_the_world_is_refused_at_once(rank, world, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(LaunchError, match=rf"RANK={rank} and WORLD_SIZE={world}: ranks go from 0 to WORLD_SIZE - 1"):
         TorchrunExecutor(TOY, deadline=0.5, device="cpu")
+
+
+def test_a_secret_that_cannot_be_used_is_refused_where_none_is_needed_too(monkeypatch):
+    """On one host: or the caller would believe that it is in use, until ranks are on several."""
+    for name, value in {"MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    own = GroupRank(rank=0, world_size=1, device="cpu", deadline=5.0, timeout=5.0)
+    with pytest.raises(PlanError, match="mode 0644"):
+        connect_ranks(own, 5.0, NetworkTrust(problem="the secret file has mode 0644"))

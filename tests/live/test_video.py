@@ -64,6 +64,41 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
     assert len(heard) / 48000 == pytest.approx(1.4, abs=0.05), "silence once, and not before each later block"
 
 
+def test_blocks_without_audio_are_silent(tmp_path: Path) -> None:
+    writer = VideoWriter(str(tmp_path / "film.mp4"), VideoFormat(fps=20, height=32, width=48, rate=RATE))
+    writer.add(frames(0), 0.0)
+    writer.add(frames(0), 0.2, speech())
+    writer.close()
+    heard = decoded((tmp_path / "film.mp4").read_bytes())[2]
+    assert np.argmax(np.abs(heard) > 0.05) / 48000 == pytest.approx(0.2, abs=0.05)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_every_frame_is_shown_as_long_as_the_others(container: str, tmp_path: Path) -> None:
+    """The last one too, behind which no other comes. Nor is there a track of audio that nobody gives."""
+    writer = VideoWriter(str(tmp_path / "film"), VideoFormat(fps=20, height=32, width=48, container=container))
+    writer.add(frames(100, count=5), 0.0)
+    writer.close()
+    with av.open(tmp_path / "film") as written:
+        assert [stream.type for stream in written.streams] == ["video"]
+        found = [float(packet.duration * packet.time_base) for packet in written.demux(video=0) if packet.size]
+        assert written.duration / 1e6 == pytest.approx(0.25, abs=1e-3)
+    assert found == pytest.approx([0.05] * 5, abs=1e-3)
+
+
+def test_the_encoder_gets_its_options() -> None:
+    """Or files of any wanted quality are of one size."""
+    noise = torch.randint(0, 256, (4, 32, 48, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    sizes = []
+    for quality in ("1", "50"):
+        data = io.BytesIO()
+        writer = VideoWriter(data, VideoFormat(fps=20, height=32, width=48, options={"crf": quality}))
+        writer.add(noise, 0.0)
+        writer.close()
+        sizes.append(len(data.getvalue()))
+    assert sizes[0] > 4 * sizes[1]
+
+
 @pytest.mark.parametrize(("height", "width"), [(7, 8), (8, 7)])
 def test_odd_sides_are_refused(height: int, width: int) -> None:
     with pytest.raises(PlanError, match=f"{height} x {width}: video needs an even height and width"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction, StaleKV
-from patchpar.shard.piped.piece_memory import PieceMemory
+from patchpar.shard.piped.piece_memory import PieceMemory, RememberedParts
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
 from tests.tensors import noise, relative
@@ -62,3 +62,12 @@ def test_an_image_that_begins_has_no_line_of_the_last_one() -> None:
     known = remembered(memory("none"), 0, 1)
     later = attended(remembered(known, 5), 0, 6)[TEXT + COUNTS[0] :]
     assert torch.equal(later, at(5)[TEXT + COUNTS[0] :])
+
+
+def test_parts_that_are_joined_stay_what_they_were() -> None:
+    """Networks write to the tensors that they have joined."""
+    known, tensor = RememberedParts("norm"), noise(4, WIDTH)
+    before = tensor.clone()
+    known.remember(0, 0, tensor.split(2))
+    tensor.zero_()
+    assert torch.equal(torch.cat(known.of(0, 0)), before)

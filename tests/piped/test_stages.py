@@ -13,7 +13,7 @@ from torch import nn
 
 from patchpar.comm.banded_tensor import BandedTensor
 from patchpar.comm.pytree import map_leaves
-from patchpar.errors import PatchparError, PlanError, VerificationError, WorkerDied
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel, VerificationError, WorkerDied
 from patchpar.plan.plan import Plan
 from patchpar.shard.piped.latent_bands import LatentBands
 from patchpar.shard.piped.on_stages import CALLS_IN_FLIGHT
@@ -192,6 +192,19 @@ def test_pieces_that_are_wrong_on_stages_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(VerificationError, match=r"in 3 pieces that pass through 2 stages.*: use strategy=exact"):
         looped_in_stages(FLUX, PipedStages(pieces=3), call(FLUX, 0), folder=tmp_path, change=spoil)
+
+
+def test_ranks_that_compute_different_pieces_are_refused(tmp_path: Path) -> None:
+    """As where the network needs the text with every piece on the device of one of them, and nothing is verified."""
+
+    def differ(stage: int, denoiser: Any) -> None:
+        denoiser.verifications = denoiser.stages.verifications = None
+        denoiser.text_once = stage == 0
+
+    with pytest.raises(
+        UnsupportedModel, match=f"the ranks compute different pieces of {FLUX}: .* devices of the same kind"
+    ):
+        looped_in_stages(FLUX, PipedStages(pieces=3), call(FLUX, 0), folder=tmp_path, change=differ)
 
 
 @pytest.mark.parametrize("end", ["finish", "reset", "restore"])

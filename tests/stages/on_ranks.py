@@ -188,13 +188,14 @@ def with_a_slow_block(this: PoolRank, slow: int | None, only_on: int | None) -> 
 
 
 class Otherwise(networks.Chain):
-    """Runs its blocks in another order when told, or some of them."""
+    """Runs its blocks in another order when told, or some of them, or on the first `rows` alone."""
 
     asked: tuple[int, ...] = (0, 1, 2, 3, 4)
+    rows: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         self.order = self.asked
-        return super().forward(x)
+        return super().forward(x[: self.rows])
 
 
 class Recurrent(networks.Chain):
@@ -286,7 +287,7 @@ def refused(this: PoolRank, case: str) -> str:
 
 
 @torch.no_grad()
-def another_order(this: PoolRank, order: tuple[int, ...]) -> str:
+def another_order(this: PoolRank, order: tuple[int, ...], rows: int | None = None) -> str:
     """The message where other blocks run than at the first call; the next call, as before, is right."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -294,11 +295,11 @@ def another_order(this: PoolRank, order: tuple[int, ...]) -> str:
     x = networks.sample()
     wanted, stages = network(x), staged(this, network)
     stages.denoise(network.forward, x)
-    network.asked = order
+    network.asked, network.rows = order, rows
     with pytest.raises(PatchparError) as caught:
         stages.denoise(network.forward, x)
     stages.restore()
-    network.asked = Otherwise.asked
+    network.asked, network.rows = Otherwise.asked, Otherwise.rows
     assert equal(network(x), wanted)
     return str(caught.value)
 

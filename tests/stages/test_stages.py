@@ -142,6 +142,13 @@ def test_other_blocks_than_at_the_first_call_are_refused(ranks: Any, order: tupl
         assert f"{says}, other than at the first call" in message
 
 
+def test_other_blocks_for_tensors_of_other_shapes_are_refused(ranks: Any) -> None:
+    """For which a division of their own would be found, if they were the same blocks."""
+    for message in ranks.run(f"{ON_RANKS}:another_order", 2, (0, 1, 2, 4, 3), 1):
+        assert message.startswith("Otherwise runs other blocks, or reads more of them, where its arguments have")
+        assert message.endswith("use stage=1, and patch")
+
+
 def test_a_call_of_a_stage_ends_when_all_is_sent() -> None:
     """Else what it has sent would be overwritten in the next one, and what has failed would be told there."""
     sent: list[Mock] = []

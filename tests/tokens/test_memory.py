@@ -40,14 +40,19 @@ def large_call(name: str) -> dict[str, Any]:
     return call | {"hidden_states": latent, "img_ids": torch.cat([torch.zeros(len(rows), 1), rows], 1)}
 
 
-def predicted(name: str, folder: Path, fits: int, exchange: str = "on") -> tuple[list[Any], list[int]]:
-    """What two ranks predict, and the sizes of plain forwards on the second, which has memory for `fits` elements."""
+def predicted(
+    name: str, folder: Path | None, fits: int, exchange: str = "on", short: tuple[int, ...] = (1,)
+) -> tuple[list[Any], list[int]]:
+    """What two ranks predict, and the sizes of plain forwards on the second.
+
+    `short`: those that have memory for `fits` elements only. Without a `folder` nothing is verified.
+    """
     models, tried = [TRANSFORMERS[name].build() for _ in range(2)], list[int]()
 
     def on_rank(transport: Any) -> list[Tensor]:
         model: Any = models[transport.rank]
         axis, comm = Axis("patch", transport.rank, 2, (0, 1)), Communicator(transport)
-        cache = VerificationCache(folder / str(transport.rank))
+        cache = None if folder is None else VerificationCache(folder / str(transport.rank))
         denoiser: Any = ExactPatch().install(model, comm, axis, verifications=cache)
         denoiser.exchange = exchange
         if exchange == "off":
@@ -57,7 +62,7 @@ def predicted(name: str, folder: Path, fits: int, exchange: str = "on") -> tuple
             size = CallArguments.of(model, args, kwargs).tensors()["hidden_states"].numel()
             if denoiser._shard is None or denoiser._shard.call is None:
                 tried.extend([size] * transport.rank)
-                if size > fits and transport.rank == 1:
+                if size > fits and transport.rank in short:
                     raise torch.OutOfMemoryError(f"{size} elements")
             return model.forward(*args, **kwargs)
 
@@ -92,6 +97,13 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
         assert isinstance(found, PlanError)
         assert "does not fit in the memory of every rank" in str(found)
         assert "verify=False" in str(found)
+
+
+def test_where_no_rank_can_search() -> None:
+    for found in predicted(PIXART, None, 0, short=(0, 1))[0]:
+        assert isinstance(found, PlanError)
+        assert f"no rank has the memory to find the tokens of {PIXART} in a plain forward" in str(found)
+        assert "use a smaller image first" in str(found)
 
 
 class Failing(nn.Module):

@@ -136,6 +136,24 @@ def test_another_image_has_all_of_its_budget() -> None:
     assert found == wanted
 
 
+def test_drift_is_that_of_keys_of_any_size() -> None:
+    """What is reported is how far keys have gone and how long they are, both squared."""
+
+    def run(transport: Any, scale: float) -> list[bool]:
+        clock = StepClock()
+        state = StaleState(Communicator(transport), FreshEdges(quality=35.0).policy, clock)
+        found = []
+        for moved in (4.0, 0.0004, 4.0, 4.0, 0.0004, 0.0004):
+            clock.next_call()
+            found.append(state.begin("form"))
+            state.receive([[scale * torch.tensor([moved, 1.0, 0.0])]], fresh=found[-1])
+            clock.tick()
+        return found
+
+    (wanted,), (found,) = (on_threads(1, run, scale) for scale in (1.0, 0.01))
+    assert found == wanted == [True, True, False, True, True, False]
+
+
 def test_a_budget_below_a_stale_step_buys_nothing() -> None:
     steps, _ = spend(5.0, [0.3] * 30)
     assert steps == [True] + [False] * 29

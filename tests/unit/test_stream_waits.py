@@ -548,6 +548,19 @@ def test_a_rank_that_is_gone_frees_the_stream_before_the_deadline(gpu: Gpu) -> N
     waits.close()
 
 
+def test_a_wait_long_after_the_exchange_was_begun_is_watched(gpu: Gpu) -> None:
+    """By then the thread that was woken for the exchange has found nothing to watch, and sleeps."""
+    late = threading.Event()
+    waits = StreamWaits("cpu", lambda: 0.05, lambda text: late.set(), lambda waits: None)
+    waits.wake_watch()
+    while waits.has_news:
+        time.sleep(GLANCE / 10)
+    gpu.stuck, gpu.reached = True, 0.0
+    waits.wait_for([Work(gpu, ())], lambda: "rank 2 at norm1: no message")
+    assert late.wait(60)
+    waits.close()
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_what_was_awaited_before_the_end_poisons_nothing_after_it(gpu: Gpu, ended: bool) -> None:
     """The thread of deadlines looks once more; a transport may have made its groups anew by then."""

@@ -341,6 +341,28 @@ def test_one_that_takes_no_small_image_runs_whole(tmp_path: Path) -> None:
         assert torch.equal(found, wanted("encode"))
 
 
+class Large(Squeezing):
+    """Encodes images from 72 x 72 pixels on."""
+
+    def encode(self, x: Tensor) -> Any:
+        if min(x.shape[-2:]) < 72:
+            raise ValueError(f"{tuple(x.shape[-2:])} is less than a window")
+        return self.vae.encode(x)
+
+
+def test_one_that_encodes_no_corner_runs_whole(tmp_path: Path) -> None:
+    image = given(NAME, "encode", 10, 9)[0]
+
+    def encoded(_: ParallelVaes, vae: Any) -> Tensor:
+        return vae.encode(image).latent_dist.parameters
+
+    words = r"Large\.encode fails with an image of 64 x 64 pixels \(\(64, 64\) is less than a window\).*use vae='rank0'"
+    with pytest.raises(UnsupportedModel, match=words):
+        on_ranks("exact", encoded, vae=lambda: Large(build(NAME)), folder=tmp_path)
+    for found in on_ranks("auto", encoded, vae=lambda: Large(build(NAME)), folder=tmp_path):
+        assert torch.equal(found, plain(build(NAME), "encode", image, {}))
+
+
 class OneSize(Squeezing):
     """Decodes images of one size only, as AutoencoderRAE does, whose decoder is a ViT."""
 

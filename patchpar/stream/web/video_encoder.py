@@ -82,7 +82,6 @@ class VideoEncoder:
         except av.FFmpegError as error:
             raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
         self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
-        self._video.codec_context.time_base = 1 / self._fps
         self._audio: Any = None
         if form.rate is not None:
             self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
