@@ -80,9 +80,9 @@ def refuse_value(path: str, value: Any) -> None:
         )
 
 
-def network_of(value: Any, owner: Any) -> str | None:
-    """Return the name of the network of `owner` that a proxy stands for; None for other values."""
-    is_own = isinstance(value, ComponentProxy) and getattr(value._apply, "__self__", None) is owner
+def network_of(value: Any, *owners: Any) -> str | None:
+    """Return the name of the network of one of `owners` that a proxy stands for; None for other values."""
+    is_own = isinstance(value, ComponentProxy) and getattr(value._apply, "__self__", None) in owners
     return value._name if is_own else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of, is_name_of_denoiser, networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
@@ -46,16 +46,28 @@ def needs_no_values(method: str) -> bool:
 def part_bytes(pipe: Any, plan: Plan, axis: Axis, device: torch.device) -> int:
     """Return the bytes that this rank keeps of what `each_in_shards` divides. Nothing changes.
 
-    Raises UnsupportedModel for a denoiser that cannot be divided.
+    Raises UnsupportedModel for a denoiser that cannot be divided, PlanError for a network that is in shards already.
     """
     total = 0
     for network in _divided(pipe).values():
+        refuse_divided(network)
         try:
             total += bytes_of_part(network, plan, axis, device, on_the_host=True)
         except UnsupportedModel:
             if network not in text_encoders_of(pipe).values():
                 raise
     return total
+
+
+def refuse_divided(network: nn.Module) -> None:
+    """Raise PlanError for a network of which another ParallelPipeline of this process has the weights in shards."""
+    hooks = (hook for module in network.modules() for hook in module._forward_pre_hooks.values())
+    owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks)
+    if any(isinstance(owner, ShardedWeights) for owner in owners):
+        raise PlanError(
+            f"the weights of this {type(network).__name__} are divided by another ParallelPipeline of this process, "
+            "which has the same network: call its restore() before, or give this one a copy that was made before both"
+        )
 
 
 def bytes_of_part(network: nn.Module, plan: Plan, axis: Axis, device: torch.device, *, on_the_host: bool) -> int:

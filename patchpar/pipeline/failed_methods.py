@@ -32,8 +32,7 @@ def done_or_undone(
 
     And UnsupportedModel for parts that its class does not have.
     """
-    args = [_part(pipe, each) for each in args]
-    kwargs = {key: _part(pipe, each) for key, each in kwargs.items()}
+    args, kwargs = with_parts(pipe, args, kwargs)
     if name == "register_modules":
         _refuse_unknown(pipe, kwargs)
     if name.rpartition(".")[2] in LORA:
@@ -49,9 +48,13 @@ def done_or_undone(
         raise
 
 
-def _part(pipe: Any, value: Any) -> Any:
-    """Return the part of the pipeline that an argument names; other arguments as they are."""
-    return getattr(pipe, value.name) if isinstance(value, PartName) else value
+def with_parts(pipe: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a method with parts of the pipeline instead of their names."""
+
+    def part(value: Any) -> Any:
+        return getattr(pipe, value.name) if isinstance(value, PartName) else value
+
+    return [part(each) for each in args], {name: part(each) for name, each in kwargs.items()}
 
 
 def _refuse_unknown(pipe: Any, parts: Mapping[str, Any]) -> None:

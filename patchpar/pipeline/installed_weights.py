@@ -14,7 +14,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import map_leaves
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.pipeline.divided_features import DividedFeatures, move
-from patchpar.pipeline.divided_networks import bytes_of_part, log_whole, store_for, text_encoders_of
+from patchpar.pipeline.divided_networks import bytes_of_part, log_whole, refuse_divided, store_for, text_encoders_of
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.compiled import uncompiled
@@ -179,6 +179,7 @@ class InstalledWeights:
             keep_what_is_read_outside(weights, run, self._axis)
 
     def _new(self, network: nn.Module) -> ShardedWeights:
+        refuse_divided(network)
         with torch.inference_mode(mode=False):  # slots are written to in calls without it too
             store = self._store(network, self._axis, on_the_host=False)
             with moved_by_all((self._comm, self._axis)):

@@ -24,6 +24,7 @@ from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latent
 from patchpar.pipeline.decoded_preview import PreviewDecoder
 from patchpar.pipeline.empty_schedule import empty_schedules_refused
 from patchpar.pipeline.failed_calls import KeptNetworks, undone_after_failure
+from patchpar.pipeline.failed_methods import with_parts
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import (
     CallbackChange,
@@ -187,7 +188,7 @@ def carry_out(pipe: Any, change: CallbackChange) -> None:
         setattr(attrgetter(owner)(pipe) if owner else pipe, name, change.args[0])
         return
     method = attrgetter(change.path)(pipe)
-    args, kwargs = with_checked_sources(method, change.args, change.kwargs)
+    args, kwargs = with_checked_sources(method, *with_parts(pipe, change.args, change.kwargs))
     returned = method(*args, **kwargs)
     if returned is not None and returned is not getattr(method, "__self__", None):
         raise UnsupportedModel(

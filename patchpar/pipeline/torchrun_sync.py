@@ -8,6 +8,7 @@ FinalState -----> set it            sets it
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def emptied(output: Any) -> Any:
     """Return an empty output of the same class, for ranks other than 0 under torchrun."""
     if isinstance(output, tuple):
         return (None,) * len(output)
-    if isinstance(output, Mapping):
-        return type(output)(**dict.fromkeys(output))
+    if isinstance(output, Mapping):  # diffusers' own have no item for a field that is None
+        names = [field.name for field in fields(output)] if is_dataclass(output) else output
+        return type(output)(**dict.fromkeys(names))
     return None
 
 

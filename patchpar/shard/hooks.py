@@ -12,6 +12,7 @@ from typing import Any
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import nn
 
+from patchpar.errors import PlanError
 from patchpar.shard.compiled import is_compiled
 
 OURS = "patchpar"
@@ -31,7 +32,7 @@ class ForwardHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 class InstalledHook:
-    """`hook` on `module`, under `name`, until `remove`."""
+    """`hook` on `module`, under `name`, until `remove`. Raises PlanError if the module has one of that name."""
 
     def __init__(self, module: nn.Module, hook: ModelHook, name: str) -> None:
         self.module, self.hook, self.name = module, hook, name
@@ -41,6 +42,11 @@ class InstalledHook:
         module = self.module
         self._before, self._fresh = vars(module).get("forward", MISSING), "_diffusers_hook" not in vars(module)
         registry = HookRegistry.check_if_exists_or_initialize(module)
+        if registry.get_hook(self.name) is not None:
+            raise PlanError(
+                f"another ParallelPipeline of this process has its plan in this {type(module).__name__}, which both "
+                "have: call its restore() before, or give this one a copy that was made before both"
+            )
         registry.register_hook(self.hook, self.name)
         self._wrapper = vars(module)["forward"]
 

@@ -358,6 +358,20 @@ def test_a_callback_sets_adapters(parallel: ParallelPipeline, plain: Any, loras:
             pipe.unload_lora_weights()
 
 
+@pytest.mark.parametrize("read", ["in it", "before"])
+def test_a_callback_gives_a_method_a_network(parallel: ParallelPipeline, plain: Any, loras: Path, read: str) -> None:
+    """On each rank it is the network of that rank, as between calls."""
+    layers, _ = plain.lora_state_dict(loras, weight_name="ink.safetensors")
+    before = {id(pipe): pipe.unet for pipe in (parallel, plain)}
+
+    def load(pipe: Any) -> None:
+        network = pipe.unet if read == "in it" else before[id(pipe)]
+        pipe.load_lora_into_unet(layers, None, network, adapter_name="ink")
+
+    parallel.plan = "cfg=2"
+    changed_as_in_one_process(parallel, plain, load, lambda pipe: pipe.unload_lora_weights())
+
+
 @pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "cfg=2"))
 def test_a_callback_sets_the_scale_of_an_ip_adapter(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     parallel.plan = plan

@@ -227,6 +227,7 @@ def test_audio_and_controls(client: Any, streams: StreamService) -> None:
         ({"promt": "a"}, "promt", "unknown_parameter"),
         ({"lora": []}, "lora", "unknown_parameter"),
         ({"audio": "file:///etc/passwd"}, "audio", "invalid_value"),
+        ({"audio_rate": 16000}, "audio_rate", "unsupported_parameter"),
         ({"seconds": 31}, "seconds", "above_limit"),
         ({"seconds": 0}, "seconds", "invalid_value"),
         ({"fps": 1000}, "fps", "invalid_value"),

@@ -318,6 +318,24 @@ def test_other_options_are_not_taken_from_a_journal(taken_down: Any, options: di
         StreamRecording.read(changed(taken_down[0], 0, tmp_path / "a.jsonl", options=options))
 
 
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"kind": "Prompt", "text": as_words(Reference(latents=noise(1, 2, 3)))["latents"]}, "no block.*'Prompt'"),
+        ({"kind": "PromptUpdate", "text": as_words(Reference(latents=noise(1, 2, 3)))["latents"]}, "it must be a text"),
+        ({"kind": "PromptUpdate", "text": ["a"]}, r"prompt=\['a'\]: it must be a text"),
+        ({"kind": "PromptUpdate", "text": "a", "transition": "blend", "over": "2"}, "over='2'"),
+    ],
+    ids=str,
+)
+def test_a_prompt_of_a_recording_is_a_text(update: Any, message: str, tmp_path: Path) -> None:
+    """Not embeddings, which might fit no layer."""
+    line = {"block": 0, "epoch": 0, "frames": "", "adapt_sink": False, "updates": [update]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(ORIGIN)}\n{json.dumps(line)}\n")
+    with pytest.raises(PlanError, match=message):
+        StreamRecording.read(tmp_path / "a.jsonl")
+
+
 def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """Refused before any rank works, and not by a rank that runs out of memory."""
     path, target = taken_down[0], tmp_path / "a.jsonl"

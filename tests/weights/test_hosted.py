@@ -239,6 +239,32 @@ def test_a_network_of_two_names_is_divided_once() -> None:
     assert all(torch.equal(x, before[key]) for key, x in _weights(pipe).items())
 
 
+def test_a_network_of_two_pipelines_is_divided_by_one() -> None:
+    """As of `from_pipe`: the weights that the second one would take are views of slots of the first."""
+    built = tiny.build("flux")
+    wanted = tiny.latents(built, steps=2)
+    call = {**built.call_kwargs, "num_inference_steps": 2, "output_type": "latent"}
+    other, divided = (
+        type(built.pipe)(**built.pipe.components),
+        r"divided by another ParallelPipeline.*restore\(\)",
+    )
+
+    def latents(pipe: ParallelPipeline) -> torch.Tensor:
+        found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(0)).images
+        return found
+
+    with ParallelPipeline(built.pipe, devices="cpu", plan="weights=hosted") as first:
+        with pytest.raises(PlanError, match=divided):
+            ParallelPipeline(other, devices="cpu", plan="weights=hosted")
+        assert torch.equal(latents(first), wanted)
+        with ParallelPipeline(other, devices="cpu", plan="single") as second:
+            second.plan = "weights=hosted"
+            with pytest.raises(PlanError, match=r"another ParallelPipeline .*restore\(\) before"):
+                latents(second)
+            first.restore()
+            assert torch.equal(latents(second), wanted)
+
+
 def test_a_plan_that_is_refused_half_way_is_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """One without hooks, which is that of a new pipeline, is installed too."""
     built, install = tiny.build("flux"), InstalledPlan.install_denoisers

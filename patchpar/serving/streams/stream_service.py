@@ -142,6 +142,13 @@ class StreamService:
         if audio is not None and request.audio is not None:
             raise RequestError("audio=live and a file of audio: send one of them", param="audio")
         is_live = request.audio == "live"
+        if request.audio_rate is not None and not is_live:
+            raise RequestError(
+                f"audio_rate={request.audio_rate} is of audio that is sent while the stream runs: pass audio=live, or "
+                "leave it out",
+                param="audio_rate",
+                code="unsupported_parameter",
+            )
         session = pipe.stream(
             request.prompt,
             **{**files, "audio": "live" if is_live else audio},
