@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnAddedKVProcessor, AttnProcessor, CustomDiffusionAttnProcessor
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnAddedKVProcessor,
+    AttnProcessor,
+    CustomDiffusionAttnProcessor,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention as attention_by_another_name
@@ -241,7 +246,12 @@ class OneHead:
 
 
 def _processor(make: Callable[[], Any]) -> Callable[[Any], None]:
-    return lambda denoiser: denoiser.set_attn_processor(make())
+    def change(denoiser: Any) -> None:
+        for module in denoiser.modules():  # UNet2DModel has no set_attn_processor
+            if isinstance(module, Attention):
+                module.set_processor(make())
+
+    return change
 
 
 def _sliced(denoiser: Any) -> None:

@@ -130,7 +130,8 @@ def _with_values(name: str, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if not leaf.is_meta:
-        return leaf.float() if leaf.is_floating_point() else leaf
+        # Schedulers with shift_terminal make a NaN of the only step of a call, as of Qwen-Image.
+        return leaf.float().nan_to_num(1.0) if leaf.is_floating_point() else leaf
     if leaf.is_floating_point():
         return torch.randn(leaf.shape, generator=torch.Generator().manual_seed(SEED))
     return torch.ones(leaf.shape, dtype=leaf.dtype)
