@@ -10,7 +10,7 @@ from .comparison import HEAD, ComparedImages, compare
 from .fields import Fields, Forms, clears_error, image_fields, result, result_pair
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .presets import Preset, preset_or_plan
 from .state import AppState
 
@@ -43,7 +43,7 @@ class CompareTab(JobTab):
 
         return self._queue(owner, work)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def run(self, owner: str, one: str, other: str, *fields: Any) -> AsyncIterator[Any]:
         """The button."""
         job = self.submit(owner, fields, (one, other))

@@ -10,9 +10,8 @@ from . import html
 from .blocks import preview_of
 from .edit import MAX_SIDE, ImageEdit, edit
 from .fields import CAPTIONS, GUIDANCE, UNIT, Forms, clears_error, result, seed_field
-from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .loras import loras_of
 from .mask_editor import mask_editor
 from .requests import MAX_STEPS, MIN_SIDE
@@ -46,7 +45,7 @@ class EditTab(JobTab):
 
         return self._queue(owner, work)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def generate(self, owner: str, painted: Any, side: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: prompt, negative prompt, steps, guidance scale, seed, then the page's LoRAs."""
         names = ("prompt", "negative", "steps", "guidance", "seed")

@@ -9,10 +9,9 @@ import gradio as gr
 from . import html
 from .blocks import preview_of
 from .fields import CAPTIONS, Fields, Forms, clears_error, image_fields, result, result_pair, uploaded
-from .handler_errors import reports_errors
 from .high_res import MAX_SCALE, UpscaleRequest, UpscaleResult, generate_high_res, high_res_preset, upscale_image
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .limits import read_image
 from .loras import loras_of
 from .requests import MAX_SEED, MAX_STEPS, GenerateRequest
@@ -42,7 +41,7 @@ class LargeTab(JobTab):
     def __init__(self, state: AppState) -> None:
         super().__init__(state, show, failed)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def generate(self, owner: str, options: str, baseline: bool, *fields: Any) -> AsyncIterator[Any]:
         """The button of the prompt tab."""
 
@@ -60,7 +59,7 @@ class LargeTab(JobTab):
         async for update in self._started(owner, start):
             yield update
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def upscale(self, owner: str, image: Any, scale: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
         """The button of the image tab. `fields`: prompt, steps, seed, then the page's LoRAs."""
 

@@ -17,7 +17,7 @@ from .handler_errors import reports_errors
 from .history_panel import UNCHANGED, HistoryPanel
 from .image_runner import JobImage, RunOptions
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .presets import CUSTOM, CUSTOM_MEANING, Preset, custom_preset, preset_named
 from .requests import GenerateRequest, as_whole, check_whole
 from .state import AppState
@@ -76,7 +76,7 @@ class ImageTab(JobTab):
 
         return self._queue(owner, work)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def generate(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:
         """The button. `rest`: whether to trace, how many images, then the fields of a request and the page's LoRAs."""
         traced, count, *fields = rest

@@ -7,7 +7,7 @@ import gradio as gr
 
 from patchpar import PlanError
 
-from .handler_errors import reports_errors
+from .handler_errors import H, reports_errors
 from .job_queue import Job, JobView
 from .job_updates import changes_of, updates_of
 from .state import AppState
@@ -39,6 +39,15 @@ class JobTab:
     async def _resume(self, owner: str) -> AsyncIterator[Any]:
         async for update in self._updates(owner, self._state.job_queue.job_of(owner, self.kind)):
             yield update
+
+
+def reports_refusal(failed: Callable[[str], tuple[Any, ...]]) -> Callable[[H], H]:
+    """Decorator of handlers that start a job. An error ends no job that is running: the buttons stay as they are."""
+    return reports_errors(lambda message: tuple(_text_alone(each) for each in failed(message)))
+
+
+def _text_alone(output: Any) -> Any:
+    return output if isinstance(output, str) else gr.skip()
 
 
 def connect_start(

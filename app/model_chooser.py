@@ -13,7 +13,7 @@ from .defaults import defaults_of
 from .fields import Forms
 from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel
+from .job_tab import JobTab, buttons, connect_cancel, reports_refusal
 from .state import PREPARE, AppState
 
 IMAGE_MODELS = tuple(name for name in EMBEDDED if name != "embedded-face")
@@ -52,7 +52,7 @@ class ModelChooser(JobTab):
 
         return self._queue(owner, work)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def load(self, owner: str, model: str) -> AsyncIterator[Any]:
         """The button: (status, the model once it is loaded, both buttons)."""
         # Reads the files of the model, which must not block other pages.

@@ -17,7 +17,7 @@ from .fields import Fields, Forms, clears_error, image_fields, uploaded
 from .handler_errors import reports_errors
 from .image_stream import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons
+from .job_tab import JobTab, buttons, reports_refusal
 from .job_updates import updates_of
 from .limits import read_audio_file, read_image
 from .saved_video import NAME, SavedVideo
@@ -45,7 +45,7 @@ class StreamTab(JobTab):
     def __init__(self, state: AppState) -> None:
         super().__init__(state, show, failed)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def generate(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
         """The button of image streams. `fields`: image, video, rate, strength, then those of a request."""
 
@@ -58,7 +58,7 @@ class StreamTab(JobTab):
         async for update in self._started(owner, start):
             yield update
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def talk(self, owner: str, *fields: Any) -> AsyncIterator[Any]:
         """The button of the talking face. `fields`: those of `face_request`."""
 

@@ -8,9 +8,8 @@ import gradio as gr
 
 from . import html
 from .fields import GUIDANCE, clears_error, seed_field
-from .handler_errors import reports_errors
 from .job_queue import Job, JobView
-from .job_tab import JobTab, buttons, connect_cancel, connect_start
+from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .presets import Preset, preset_or_plan
 from .state import AppState
 from .video_generation import VideoJobRequest, VideoJobResult, generate_video
@@ -44,7 +43,7 @@ class VideoTab(JobTab):
 
         return self._queue(owner, work)
 
-    @reports_errors(failed)
+    @reports_refusal(failed)
     async def generate(self, owner: str, plan: str, *fields: Any) -> AsyncIterator[Any]:
         """The button. `fields`: in the order of NAMES."""
         request = VideoJobRequest.of(**dict(zip(NAMES, fields, strict=True)))

@@ -5,7 +5,9 @@ On workers that generate at once, but where seconds are measured.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -13,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gradio as gr
 import pytest
 from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
@@ -141,6 +144,32 @@ def test_jobs_with_a_button_to_cancel_them_come_back_after_a_reload() -> None:
     (kinds,) = set(re.findall(r"const kinds = \[(.*?)\]", page))
     found = set(re.findall(r"[\w-]+", kinds))
     assert found == {"image", "edit", "compare", "high-res", "video", "stream", "machine", "model"}
+
+
+async def first_of(updates: Any) -> Any:
+    return await anext(updates)
+
+
+def test_an_error_leaves_the_buttons_of_a_job_that_runs() -> None:
+    """A click before the page has enabled and disabled them is refused, as a key is that needs no button."""
+    workers = FakeWorkers(FakePipeline())
+    workers.may_change = True
+    go = threading.Event()
+    starts: set[str] = set()
+    with closing(state_of(workers)) as state:
+        state.job_queue.submit("page", "image", lambda job: go.wait(30))
+        for event in build(state).fns.values():
+            is_button = [isinstance(each, gr.Button) for each in event.outputs]
+            if not any(is_button) or not any(name == "click" for _, name in event.targets):
+                continue
+            inputs = ["page", *(None for _ in event.inputs[1:])]
+            update = asyncio.run(first_of(event.fn(*inputs)))
+            assert any('class="state failed"' in str(each) for each in update)
+            found = [each for each, known in zip(update, is_button, strict=True) if known]
+            assert found == [gr.skip() for _ in found]
+            starts |= {each.elem_id for each in event.outputs if isinstance(each, gr.Button)}
+        go.set()
+    assert {f"{each}-cancel" for each in ("image", "edit", "compare", "high-res", "video", "machine", "model")} < starts
 
 
 @pytest.mark.breadth

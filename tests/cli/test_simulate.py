@@ -82,7 +82,7 @@ def test_a_model_without_a_prompt(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("plan", first_of(["data=3,cfg=2", "patch=2,strategy=displaced", "cfg=2,patch=4"]))
 def test_plans_as_text(plan: str) -> None:
-    answer = run(*SMALL, "--height", "256", "--machine", "8xA100", "--plan", plan)
+    answer = run("embedded", "--height", "256", "--machine", "8xA100", "--plan", plan)
     assert answer.exit_code == 0, answer.output
     first = [line.split()[0] for line in answer.stdout.splitlines()]
     assert {"plan", "step", "call", "sent", "memory", "assumed"} <= set(first)
