@@ -111,23 +111,14 @@ class _Search:
         base = self._unsplit.get(plan.cfg)  # of as many branches, on one device each
         if base is None:
             by_call = 1 if self._one.calls == 1 else self._branches  # launches of one rank, and of all
-            least = _least(self._one, plan.world_size, self._launching(self._one) / by_call, divides_calls=by_call > 1)
+            least = _least(self._one, plan.world_size, by_call)
         else:
-            least = _least(base, plan.patch, self._launching(base))
+            least = _least(base, plan.patch)
         least += self._waiting(plan)
         if self._may_win(least, plan):
             self.try_plan(plan)
         else:
             self._skipped.append(plan)
-
-    def _launching(self, base: Forecast) -> float:
-        """Return the least seconds for which ranks launch where one device would launch as `base` does.
-
-        Steps of one device are launched by Python, and those of several as graphs, unless an option says otherwise.
-        """
-        if base.plan.world_size > 1:
-            return base.launching
-        return min((each.launching for each in self.forecasts if each.plan.world_size > 1), default=0.0)
 
     def _waiting(self, plan: Plan) -> float:
         """Return the seconds for which an exact step waits at least: for a message in each round."""
@@ -142,7 +133,7 @@ class _Search:
         Then the first ones show how long a step waits at least, and the others need no replay.
         """
         most = max((plan.world_size for plan in plans), default=1)
-        gains = _least(self._one, most, self._launching(self._one)) < GAIN * self._one.step.seconds
+        gains = _least(self._one, most) < GAIN * self._one.step.seconds
         return sorted(
             plans, key=lambda plan: (plan.patch > 1, -plan.world_size if gains else plan.world_size, plan.patch)
         )
@@ -197,12 +188,14 @@ class _Search:
         return PlanSearchResult(ranked=[best, *others], refused=self._refused, skipped=self._skipped)
 
 
-def _least(found: Forecast, parts: int, launching: float, *, divides_calls: bool = False) -> float:
-    """Return the least seconds of a step of which a rank computes one of so many parts, and launches for so long.
+def _least(found: Forecast, parts: int, calls: int = 1) -> float:
+    """Return the least seconds of a step of which a rank computes one of so many parts, in one of so many calls.
 
-    Where all ranks make all calls, each kernel is as long as with a part of the rows.
+    Where all ranks make all calls, each launches as many kernels as one device does, and each kernel is as long as with
+    a part of the rows.
     """
-    if found.work is None or divides_calls:
+    launching = found.launching / calls
+    if found.work is None or calls > 1:
         return max(found.step.compute / parts, launching)
     return max(found.work.seconds(parts), launching)
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 GRAPHS = "graphs"
 LOCAL = "local"
 """The name of this machine, as it was measured."""
+SEVERAL = Plan(cfg=2)
+"""A plan of several ranks, whatever the call."""
 EXACT_STEPS, STALE_STEPS = 1, 4
 """Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three.
 
@@ -119,7 +121,10 @@ class Simulator:
                 warm_up_steps=steps.warm_up_steps,
                 assumed=AS_GRAPH if self._is_captured(plan) else ASSUMED,
             )
-        return replace(self._forecasts[plan].on(order), plan=plan)
+        found = replace(self._forecasts[plan].on(order), plan=plan)
+        if plan.world_size == 1 and self._is_captured(SEVERAL):
+            return replace(found, launching=0.0)  # plans of several ranks do not launch as this one does
+        return found
 
     def _is_captured(self, plan: Plan) -> bool:
         """Whether steps of a plan run as graphs, by the option of a pipeline."""
