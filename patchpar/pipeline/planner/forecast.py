@@ -80,9 +80,9 @@ class Forecast:
     """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank.
 
     `flops`: of a later step, by rank. `launching`: seconds of a later step that the process of the first rank takes to
-    launch its kernels; 0 of one rank where several have graphs. `work`: these kernels; None if not known. `calls`: of denoisers by the first rank in a later
-    step; 0 if not known. `rounds`: exchanges of which it waits for messages, one after the other, in a later step.
-    `order`: the device of each rank, then idle ones; empty where they are in order.
+    launch its kernels; 0 of one rank where several have graphs. `work`: these kernels; None if not known. `calls`: of
+    denoisers by the first rank in a later step; 0 if not known. `rounds`: exchanges of which it waits for messages, one
+    after the other, in a later step. `order`: the device of each rank, then idle ones; empty where they are in order.
     """
 
     plan: Plan
