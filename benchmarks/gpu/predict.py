@@ -6,7 +6,8 @@ python -m benchmarks.gpu.predict --write docs/figures/gpu-predict.md
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator, Sequence
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from patchpar.strategies import parse_strategy
 
 WORLDS = (2, 4, 8)
 STRATEGIES = ("exact", "fresh-edges", "displaced")
+MEASURED, OWN_WORK = Path(__file__).parents[2] / "docs" / "figures" / "gpu.json", "A rank's own work"
+MEASURED_SIZE, MEASURED_WORLD = 1024, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,16 @@ DEVICES = (
         "architecture.pdf), fp16 with fp32 sums; no NVLink, so PCIe 4.0 x16",
     ),
 )
+
+
+H200 = Device(
+    name="H200 SXM",
+    flops=989e12,
+    memory=4.8e12,
+    link=450e9,
+    source="[NVIDIA H200](https://www.nvidia.com/en-us/data-center/h200/), half of the FLOP/s with sparsity",
+)
+"""On which one rank's own work has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +177,25 @@ def model_lines(model: str, size: int, worlds: Sequence[int], *, short: bool) ->
         yield _row(1, "plain", one, one)
         for (world, strategy), found in counts.items():
             yield _row(world, f"`{strategy}`", predicted(found, device, stale_kinds(strategy)), one)
+    if size == MEASURED_SIZE and MEASURED_WORLD in worlds and not short:
+        yield from beside_measured(model, plain, counts)
+
+
+def beside_measured(model: str, plain: CallCounts, counts: Mapping[tuple[int, str], CallCounts]) -> Iterator[str]:
+    """Yield a table of predicted kernels of one rank of four, beside what its own work took on an H200 as a graph."""
+    sections = {each["heading"]: each for each in json.loads(MEASURED.read_text())}
+    rows = [row for table in sections[OWN_WORK]["tables"] for row in table if row["model"] == model]
+    took = {row["strategy"]: float(row["ms"]) for row in rows if row["step"].endswith("graph")}
+    predictions = {"plain": plain, **{f"`{strategy}`": counts[MEASURED_WORLD, strategy] for strategy in STRATEGIES}}
+    yield ""
+    yield f"Kernels of one rank of four, {H200.name} ({H200.source}), beside a step as a graph, [measured](gpu.md):"
+    yield ""
+    yield "| strategy | predicted kernels, ms | measured, ms | of predicted |"
+    yield "|---|---|---|---|"
+    for strategy, found in predictions.items():
+        kernels = 1e3 * predicted(found, H200).kernels
+        if strategy in took:
+            yield f"| {strategy} | {kernels:.1f} | {took[strategy]:.1f} | {took[strategy] / kernels:.2f}x |"
 
 
 def counted(
@@ -196,9 +228,10 @@ step's time should go, and what limits it; a measurement on GPUs replaces it."""
 
 
 COMPARISON = """\
-The plain steps of both models [were measured on one H200](gpu.md): from Python the process takes several times what \
-is assumed here, since its own Python is left out; as a graph the step is within a third of an H100's here. Of several \
-GPUs nothing has been measured.
+Plain steps of both models and the work of one rank of four [were measured on one H200](gpu.md), as graphs at the end \
+of each model's tables: kernels of a fourth of SDXL's rows are so short that they take about twice what is assumed. \
+From Python the process takes several times as long, since its own Python is left out here. Of several GPUs nothing \
+has been measured.
 
 For comparison, measured by others, eager, with all that a pipeline does beside its steps, which are therefore at most \
 as long as said here. SDXL at 1024 x 1024 in bf16 on one A100: 3.31 s for 30 steps, 110 ms for a step \

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.denoisers import Denoiser
+from benchmarks.gpu.denoisers import NAMES, Denoiser
 from benchmarks.gpu.predict import ASSUMED, COMPARISON, DEVICES, LEFT_OUT, STRATEGIES, predicted, stale_kinds
 from benchmarks.gpu.recorder import CallCounts, Work
 from benchmarks.gpu.strategies import FakeRank
@@ -97,7 +97,8 @@ def number(cell: Any) -> float:
 def test_the_page_is_of_the_counts_as_they_are(model: str) -> None:
     """Of four ranks, which are those of the page of counts: what the process takes, and all bytes on the link."""
     counted = {(row["strategy"], row["step"]): row for row in section_of("gpu-counts", model)[0]}
-    for device, table in zip(DEVICES, section_of("gpu-predict", model), strict=True):
+    *tables, _ = section_of("gpu-predict", model)  # the last one is beside what was measured
+    for device, table in zip(DEVICES, tables, strict=True):
         rows = {row["strategy"].strip("`"): row for row in table if row["GPUs"] in ("1", str(WORLD))}
         assert rows.keys() == {"plain", *STRATEGIES}
         for strategy, row in rows.items():
@@ -107,3 +108,16 @@ def test_the_page_is_of_the_counts_as_they_are(model: str) -> None:
             link = number(counts["MiB sent"]) * MIB / (device.link * ASSUMED.link_fraction)
             assert number(row["process"]) == pytest.approx(1e3 * process, abs=0.06), f"{strategy}: {WRITE_IT}"
             assert number(row["link"]) == pytest.approx(1e3 * link, rel=0.01, abs=0.06), f"{strategy}: {WRITE_IT}"
+
+
+@pytest.mark.parametrize("model", ["sdxl", "flux"])
+def test_what_was_measured_stands_beside_it(model: str) -> None:
+    *_, found = section_of("gpu-predict", NAMES[model])
+    own = {each["heading"]: each for each in json.loads((FIGURES / "gpu.json").read_text())}["A rank's own work"]
+    graphs = [row for (table,) in [own["tables"]] for row in table if row["step"].endswith("graph")]
+    measured = {row["strategy"]: number(row["ms"]) for row in graphs if row["model"] == model}
+    assert {row["strategy"] for row in found} == {"plain", *(f"`{strategy}`" for strategy in STRATEGIES)}
+    for row in found:
+        assert number(row["measured, ms"]) == pytest.approx(measured[row["strategy"]], abs=0.06), WRITE_IT
+        ratio = number(row["measured, ms"]) / number(row["predicted kernels, ms"])
+        assert number(row["of predicted"].rstrip("x")) == pytest.approx(ratio, rel=0.02)
