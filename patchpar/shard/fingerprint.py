@@ -1,6 +1,6 @@
 """Fingerprint of what a network computes beside its weights. A verification result holds for one fingerprint.
 
-    attributes    numbers, texts, functions, and small objects such as attention processors
+    attributes    numbers, texts, functions, and small objects such as attention processors; the configuration
     code          of classes, of replaced forwards, and of the functions that forwards call
     hooks         of torch and of diffusers, except patchpar's
     torch         replaced functions of torch.nn.functional and torch.fft
@@ -129,6 +129,8 @@ class _Reader:
                 found.append((name, hooks))
         for name, hook in hooks_of(module):
             found.append((f"hook {name}", (_name_of(type(hook)), self._of_object(hook, depth=0))))
+        if config := attributes.get("_internal_dict"):  # some forwards decide by it, and their pipelines write to it
+            found.append(("config", self._value({k: v for k, v in config.items() if not k.startswith("_")}, DEPTH)))
         for name, value in attributes.items():
             if value is not None and name not in SKIPPED and not is_ours(value):  # None: what was there is unloaded
                 found.append((name, _is_at_work(value) if name in FACTORS else self._value(value, DEPTH)))
