@@ -129,9 +129,7 @@ class _Reader:
                 found.append((name, hooks))
         for name, hook in hooks_of(module):
             found.append((f"hook {name}", (_name_of(type(hook)), self._of_object(hook, depth=0))))
-        if config := attributes.get("_internal_dict"):  # some forwards decide by it, and their pipelines write to it
-            found.append(("config", self._value({k: v for k, v in config.items() if not k.startswith("_")}, DEPTH)))
-        for name, value in attributes.items():
+        for name, value in {**attributes, "configuration": _configuration(attributes)}.items():
             if value is not None and name not in SKIPPED and not is_ours(value):  # None: what was there is unloaded
                 found.append((name, _is_at_work(value) if name in FACTORS else self._value(value, DEPTH)))
         return tuple(found)
@@ -238,6 +236,11 @@ def _called(kind: type, function: FunctionType) -> Iterator[FunctionType]:
 
 def _calls(kind: type) -> bool:
     return isinstance(vars(kind).get("__call__"), FunctionType)
+
+
+def _configuration(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration of a network of diffusers: some forwards decide by it, and pipelines write to it."""
+    return {k: v for k, v in attributes.get("_internal_dict", {}).items() if not k.startswith("_")} or None
 
 
 def _is_at_work(value: Any) -> Any:

@@ -193,7 +193,8 @@ def test_a_network_that_decides_in_each_step() -> None:
     del network.conv_in.calls
 
     network.register_to_config(num_frame_per_block=5)  # as SkyReels-V2 is told to attend to blocks of frames
-    assert why_not_repeated(network, before, fingerprint(network)) == "config of the denoiser changes from step to step"
+    why = why_not_repeated(network, before, fingerprint(network))
+    assert why == "configuration of the denoiser changes from step to step"
 
     network.enable_layerwise_casting(torch.float16, torch.float32)
     assert "may move weights or skip layers in each step" in why_not_repeated(network, before, fingerprint(network))
@@ -265,7 +266,7 @@ def test_a_step_that_leaves_tensors_for_other_code_is_not_captured(
 
     def step(x: Tensor) -> None:
         if keeps or not hasattr(network, "computed_once"):
-            network.computed_once = (64, [x.clone()])
+            vars(network)["computed_once"] = (64, [x.clone()])
 
     step(torch.ones(1))  # the first of an image
     for _ in range(3):
