@@ -85,10 +85,9 @@ class Graphs:
         self.streams.append(stream)
         before, self.current = self.current, stream
         yield
-        if not self.refused:
-            self.current = before
         if self.refused:
             raise RuntimeError(f"{self.refused}\nand more")
+        self.current = before
 
     def Event(self) -> Any:
         return SimpleNamespace(record=lambda: None, query=lambda: not self.gpu.stuck)
@@ -266,14 +265,14 @@ def test_what_the_device_refuses_is_the_reason(graphs: Graphs) -> None:
 
 
 @pytest.mark.parametrize("ends", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
-@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("is_stuck", [True, False])
 def test_after_a_capture_that_is_refused_torch_is_as_before(
-    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, ends: str, draws: bool
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, ends: str, is_stuck: bool
 ) -> None:
     """torch leaves the stream of the capture, and some versions of it go on as if it had not ended."""
     for name in (ends, "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, Mock(side_effect=RuntimeError("not recording")), raising=False)
-    if not draws:
+    if is_stuck:
         stuck = RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
         monkeypatch.setattr(torch, "rand", Mock(side_effect=stuck))
     graphs.refused = "operation not permitted when stream is capturing"
@@ -282,7 +281,7 @@ def test_after_a_capture_that_is_refused_torch_is_as_before(
     assert graphs.current == "the stream of the process"
     for name in (ends, "_cuda_releasePool"):
         getattr(torch._C, name).assert_called_once_with(0, "a pool")
-    assert graphs.generator.graphsafe_set_state.called != draws
+    assert graphs.generator.graphsafe_set_state.called == is_stuck
     assert graphs.gpu.enqueued == ["state 0 set"]
 
     graphs.refused = ""
