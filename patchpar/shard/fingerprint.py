@@ -1,6 +1,6 @@
 """Fingerprint of what a network computes beside its weights. A verification result holds for one fingerprint.
 
-    attributes    numbers, texts, functions, and small objects such as attention processors
+    attributes    numbers, texts, functions, and small objects such as attention processors; the configuration
     code          of classes, of replaced forwards, and of the functions that forwards call
     hooks         of torch and of diffusers, except patchpar's
     torch         replaced functions of torch.nn.functional and torch.fft
@@ -129,7 +129,7 @@ class _Reader:
                 found.append((name, hooks))
         for name, hook in hooks_of(module):
             found.append((f"hook {name}", (_name_of(type(hook)), self._of_object(hook, depth=0))))
-        for name, value in attributes.items():
+        for name, value in {**attributes, "configuration": _configuration(attributes)}.items():
             if value is not None and name not in SKIPPED and not is_ours(value):  # None: what was there is unloaded
                 found.append((name, _is_at_work(value) if name in FACTORS else self._value(value, DEPTH)))
         return tuple(found)
@@ -236,6 +236,11 @@ def _called(kind: type, function: FunctionType) -> Iterator[FunctionType]:
 
 def _calls(kind: type) -> bool:
     return isinstance(vars(kind).get("__call__"), FunctionType)
+
+
+def _configuration(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration of a network of diffusers: some forwards decide by it, and pipelines write to it."""
+    return {k: v for k, v in attributes.get("_internal_dict", {}).items() if not k.startswith("_")} or None
 
 
 def _is_at_work(value: Any) -> Any:

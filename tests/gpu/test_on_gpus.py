@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.launch.accelerators import in_stream
 from patchpar.launch.messages import decode, encode
 from patchpar.shard.graphs import step_graphs
-from patchpar.shard.graphs.recorder import recorder_for
+from patchpar.shard.graphs.recorder import CaptureRefused, recorder_for
 from patchpar.shard.host_memory import HostCopy, to_device
 from tests.exact import denoisers
 from tests.gpu.pools import ROUNDING, check, started
@@ -122,6 +123,27 @@ def test_a_steady_step_can_be_captured(kind: str, monkeypatch: pytest.MonkeyPatc
                 run()
             torch.cuda.synchronize()
             assert split.graphs.replays >= 3, strategy
+
+
+def test_after_a_capture_that_the_gpu_refuses_torch_is_as_before(kind: str) -> None:
+    """Its stream, what it frees, and its random numbers."""
+    if kind == "cpu":
+        pytest.skip("a CPU has no graphs")
+    transport: Any = SimpleNamespace(device=torch.device(kind, 0))
+    recorder, x = recorder_for(transport, with_messages=False), torch.ones(1, device=kind)
+    stream, state = torch.cuda.current_stream(), torch.cuda.get_rng_state()
+    want = torch.rand(4, device=kind)
+    torch.cuda.set_rng_state(state)
+    for _ in range(2):
+        with pytest.raises(CaptureRefused, match="the device refuses the capture"):
+            recorder.capture(lambda: torch.rand(4, device=kind) * (x + 1).item(), "a step")
+        assert torch.cuda.current_stream() == stream
+        torch.cuda.empty_cache()
+    assert torch.equal(torch.rand(4, device=kind), want)
+    found = recorder.capture(lambda: torch.rand(4, device=kind) * x, "a step")
+    torch.cuda.set_rng_state(state)
+    found.replay()
+    assert torch.equal(found.output, want)
 
 
 def test_no_step_waits_for_the_gpu(kind: str, step: Callable[[], Any]) -> None:

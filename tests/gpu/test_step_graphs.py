@@ -6,6 +6,7 @@ graph (`tests.gpu.op_tape`). Buffers of one step lie where those of the step bef
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -191,6 +192,10 @@ def test_a_network_that_decides_in_each_step() -> None:
     assert why_not_repeated(network, before, fingerprint(network)) == "calls of conv_in changes from step to step"
     del network.conv_in.calls
 
+    network.register_to_config(num_frame_per_block=5)  # as SkyReels-V2 is told to attend to blocks of frames
+    why = why_not_repeated(network, before, fingerprint(network))
+    assert why == "configuration of the denoiser changes from step to step"
+
     network.enable_layerwise_casting(torch.float16, torch.float32)
     assert "may move weights or skip layers in each step" in why_not_repeated(network, before, fingerprint(network))
 
@@ -246,6 +251,32 @@ def test_ranks_refuse_an_object_in_the_same_step() -> None:
         kept.append(Anything())
         graphs.run("exact", lambda *args: None, ((torch.ones(2), kept[-1]), {}), Stateless())
     assert graphs.refused.startswith("argument [0][1] is a Anything, which the denoiser may change")
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_step_that_leaves_tensors_for_other_code_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """As self-attention guidance (arXiv:2210.00939), which reads after each call what a processor has left there."""
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    network = nn.Linear(1, 1)
+    capture = Mock(side_effect=lambda step, _: SimpleNamespace(output=step(), has_run=False, fraction=0, untaken=1))
+    graphs = StepGraphs(network, Mock(capture=capture), graphs_alone(network)._mesh)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: None)
+
+    def step(x: Tensor) -> None:
+        if keeps or not hasattr(network, "computed_once"):
+            vars(network)["computed_once"] = (64, [x.clone()])
+
+    step(torch.ones(1))  # the first of an image
+    for _ in range(3):
+        graphs.run("exact", step, ((torch.ones(1),), {}), Stateless())
+    reason = "computed_once of the denoiser keeps tensors of each step, for code that reads them afterwards"
+    assert graphs.refused == (reason if keeps else "")
+    if not keeps:
+        kept = weakref.ref(vars(network)["computed_once"][1][0])
+        del network.computed_once
+        assert kept() is not None, "the graph reads it at its address"
 
 
 def test_images_of_two_sizes_in_turn_are_no_arguments_that_differ_from_step_to_step() -> None:

@@ -32,6 +32,10 @@ class Graph:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs, self.is_there = graphs, True
 
+    def pool(self) -> Any:
+        if self.graphs.refused:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
     def replay(self) -> None:
         if not self.is_there:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.\nand more")
@@ -48,6 +52,26 @@ class Graphs:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.refused, self.threads = gpu, "", list[Any]()
         self.replays, self.streams = 0, list[Any]()
+        self.current, self.generator = "the stream of the process", Mock()
+        self.default_generators = [self.generator, self.generator]
+
+    def graph_pool_handle(self) -> Any:
+        return "a pool"
+
+    def current_stream(self, device: torch.device) -> Any:
+        return self.current
+
+    def set_stream(self, stream: Any) -> None:
+        self.current = stream
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_rng_state(self, index: int) -> Any:
+        return f"state {index}"
+
+    def set_rng_state(self, state: Any, index: int) -> None:
+        self.gpu.enqueued.append(f"{state} set")
 
     def CUDAGraph(self) -> Graph:
         return Graph(self)
@@ -56,12 +80,14 @@ class Graphs:
         return f"a stream of {device}"
 
     @contextmanager
-    def graph(self, graph: Any, *, stream: Any, capture_error_mode: str) -> Any:
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
         self.threads.append((threading.get_ident(), capture_error_mode))
         self.streams.append(stream)
+        before, self.current = self.current, stream
         yield
         if self.refused:
             raise RuntimeError(f"{self.refused}\nand more")
+        self.current = before
 
     def Event(self) -> Any:
         return SimpleNamespace(record=lambda: None, query=lambda: not self.gpu.stuck)
@@ -236,6 +262,32 @@ def test_what_the_device_refuses_is_the_reason(graphs: Graphs) -> None:
     graphs.refused = "operation not permitted when stream is capturing"
     with pytest.raises(CaptureRefused, match="the device refuses the capture: operation not permitted when stream is"):
         recorder_for(transport()).capture(lambda: None, "a step")
+
+
+@pytest.mark.parametrize("ends", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_after_a_capture_that_is_refused_torch_is_as_before(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, ends: str, is_stuck: bool
+) -> None:
+    """torch leaves the stream of the capture, and some versions of it go on as if it had not ended."""
+    for name in (ends, "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, Mock(side_effect=RuntimeError("not recording")), raising=False)
+    if is_stuck:
+        stuck = RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        monkeypatch.setattr(torch, "rand", Mock(side_effect=stuck))
+    graphs.refused = "operation not permitted when stream is capturing"
+    with pytest.raises(CaptureRefused):
+        GraphRecorder(torch.device("cpu"), None).capture(lambda: None, "a step")
+    assert graphs.current == "the stream of the process"
+    for name in (ends, "_cuda_releasePool"):
+        getattr(torch._C, name).assert_called_once_with(0, "a pool")
+    assert graphs.generator.graphsafe_set_state.called == is_stuck
+    assert graphs.gpu.enqueued == ["state 0 set"]
+
+    graphs.refused = ""
+    with pytest.raises(CaptureRefused, match="what the step says"):
+        GraphRecorder(torch.device("cpu"), None).capture(Mock(side_effect=RuntimeError("what the step says")), "a step")
+    assert getattr(torch._C, ends).call_count == 1, "that capture has ended"
 
 
 def test_errors_of_an_exchange_stay_what_they_are(graphs: Graphs) -> None:

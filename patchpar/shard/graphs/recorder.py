@@ -9,7 +9,7 @@ released before the process leaves its groups.
 import atexit
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -64,18 +64,21 @@ class GraphRecorder:
 
     def capture(self, step: Callable[[], Any], what: str) -> CapturedStep:
         """See `StepRecorder`. The step does not run before the first replay."""
-        graph, untaken = self._module.CUDAGraph(), untaken_fraction(self._device)
+        graph, pool = self._module.CUDAGraph(), self._module.graph_pool_handle()
+        untaken, stream = untaken_fraction(self._device), self._module.current_stream(self._device)
         if self._stream is None:  # torch's own is one for the process, of the device that was captured on first
             self._stream = self._module.Stream(self._device)
         try:
             # Other threads of the process, such as those of libraries, may use the GPU meanwhile.
-            captured = self._module.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+            captured = self._module.graph(graph, pool, self._stream, "thread_local")
             unwatched = nullcontext() if self._waits is None else self._waits.capturing()
             with unwatched, without_kept_casts(self._device.type), captured:
                 output = step()
-        except PatchparError:
-            raise
-        except RuntimeError as error:
+        except BaseException as error:
+            self._module.set_stream(stream)  # torch leaves that of a capture which it could not end
+            _end_capture(self._module, graph, pool, self._device)
+            if isinstance(error, PatchparError) or not isinstance(error, RuntimeError):
+                raise
             raise CaptureRefused(f"the device refuses the capture: {str(error).splitlines()[0]}") from error
         if self._waits is not None:
             self._waits.add_graph(graph)
@@ -83,6 +86,26 @@ class GraphRecorder:
         found.untaken = untaken_fraction(self._device)
         found.fraction = max(0.0, untaken - found.untaken)
         return found
+
+
+def _end_capture(module: Any, graph: Any, pool: Any, device: torch.device) -> None:
+    """End a capture that has failed for torch too, some versions of which go on as if it had not ended.
+
+    Their allocator returns no memory to the device any more, and their default generator draws no numbers.
+    """
+    with suppress(RuntimeError):
+        graph.pool()
+        return  # it has ended
+    index = module.current_device() if device.index is None else device.index
+    for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool", "_cuda_releasePool"):
+        with suppress(RuntimeError, AttributeError):  # what torch has done already, or has under the other name
+            getattr(torch._C, name)(index, pool)
+    generator, state = module.default_generators[index], module.get_rng_state(index)
+    try:
+        torch.rand((), device=torch.device(device.type, index))
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
+    module.set_rng_state(state, index)
 
 
 class _DeviceGraph:

@@ -1,10 +1,12 @@
 """What a graph repeats of a network though nobody passes it, and why steps of a network cannot be repeated."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from patchpar.shard.fingerprint import FACTORS, Fingerprint
+from patchpar.shard.fingerprint import FACTORS, SKIPPED, Fingerprint
 from patchpar.shard.hooks import hooks_of
 from patchpar.shard.weights.packed import plain_tensors
 
@@ -35,3 +37,28 @@ def baked_in(network: nn.Module) -> Any:
     facts = [getattr(each, "__dict__", {}) for each in holders]
     factors = tuple(repr(attributes[name]) for attributes in facts for name in FACTORS if name in attributes)
     return addresses, factors
+
+
+def kept_tensors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
+    """Return the tensors, of any shape, that modules and their processors keep beside weights: by path and attribute.
+
+    A forward may read them, as values that it computes once for all steps, or leave them for code that reads them.
+    """
+    found: dict[tuple[str, str], list[Tensor]] = {}
+    for path, module in network.named_modules():
+        for each in (module, getattr(module, "processor", None)):
+            for name, value in getattr(each, "__dict__", {}).items():
+                if name not in SKIPPED and (tensors := [x for x in tree_leaves(value) if isinstance(x, Tensor)]):
+                    found[path, name] = tensors
+    return found
+
+
+def why_read_elsewhere(before: Mapping[tuple[str, str], Sequence[Tensor]], network: nn.Module) -> str:
+    """Return why a captured step cannot be replayed if it has left other tensors in modules; empty if it has not.
+
+    `before`: its `kept_tensors`, of any shape. A replay leaves nothing, and the next graph would be read there.
+    """
+    for (path, name), tensors in kept_tensors(network).items():
+        if [id(x) for x in tensors] != [id(x) for x in before.get((path, name), ())]:
+            return f"{name} of {path or 'the denoiser'} keeps tensors of each step, for code that reads them afterwards"
+    return ""

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint, fingerprint
 from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder, without_kept_casts
-from patchpar.shard.graphs.repeated_network import baked_in, why_not_repeated
+from patchpar.shard.graphs.repeated_network import baked_in, kept_tensors, why_not_repeated, why_read_elsewhere
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
 from patchpar.shard.verification import every_rank_has
 
@@ -193,7 +194,8 @@ class StepGraphs:
             return step(*call[0], **call[1])
         assert found is not None
         self._forget(key)
-        graph = self._graphs[key] = replace(found, after=after, sent=sent, held=tuple(state.stored()))
+        held = (*state.stored(), *tree_leaves(kept_tensors(self._network)))
+        graph = self._graphs[key] = replace(found, after=after, sent=sent, held=held)
         log.info("%s: captured as a graph", self._named(key))
         return copies_of_output(found.recording.output) if found.recording.has_run else self._replayed(graph, state)
 
@@ -206,11 +208,13 @@ class StepGraphs:
         if reason:
             return None, reason
         arguments, weights, buffers = StaticCall(call), baked_in(self._network), _addresses(state)
+        kept = kept_tensors(self._network)
         try:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
-        reason = "" if self._required else self._why_no_room(recording)
+        reason = why_read_elsewhere(kept, self._network)
+        reason = reason or ("" if self._required else self._why_no_room(recording))
         if baked_in(self._network) != weights:
             reason = "its weights lie elsewhere after each step"
         elif _addresses(state) != buffers:
