@@ -100,12 +100,13 @@ def _end_capture(module: Any, graph: Any, pool: Any, device: torch.device) -> No
     for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool", "_cuda_releasePool"):
         with suppress(RuntimeError, AttributeError):  # what torch has done already, or has under the other name
             getattr(torch._C, name)(index, pool)
-    generator, state = module.default_generators[index], module.get_rng_state(index)
-    try:
-        torch.rand((), device=torch.device(device.type, index))
-    except RuntimeError:
-        generator.graphsafe_set_state(generator.clone_state())
-    module.set_rng_state(state, index)
+    with suppress(RuntimeError):  # the error to be raised is that of the capture
+        generator, state = module.default_generators[index], module.get_rng_state(index)
+        try:
+            torch.rand((), device=torch.device(device.type, index))
+        except RuntimeError:
+            generator.graphsafe_set_state(generator.clone_state())
+        module.set_rng_state(state, index)
 
 
 class _DeviceGraph:
