@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BAD_USE = 2
 FAILURE = 1
 WAYS_OUT: tuple[tuple[Callable[[Exception], bool], str], ...] = (
-    (is_out_of_memory, "Use a smaller image, more devices, or a plan with weights=hosted"),
+    (is_out_of_memory, "There is too little memory: use a smaller image, more devices, or a plan with weights=hosted"),
     (is_of_mixed_dtypes, "Parts of the model are in different dtypes: load all in one, as with --dtype float32"),
 )
 """Of errors that are torch's or Python's own."""
@@ -133,8 +133,9 @@ def _printable(text: str) -> str:
 
 def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's traceback
+    text = text.rstrip()
     message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
     if message is not text:
         ways_out = [way_out for is_such, way_out in WAYS_OUT if is_such(error)]
-        message = ". ".join((message.rstrip("."), *ways_out)) if ways_out else message
+        message = ". ".join((*ways_out, message))
     return f"{message} (--debug shows where)" if is_cut or message is not text else message

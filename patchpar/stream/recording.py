@@ -15,6 +15,7 @@ from patchpar.plan.json_files import object_of
 from patchpar.stream.audio.track import AudioSource
 from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
 from patchpar.stream.delivery import Chunk
+from patchpar.stream.events import Reference
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.messages import LostStage, ReferenceUpdate, StreamRun, Update
@@ -96,6 +97,16 @@ class StreamRecording:
             for update in block.updates:
                 if isinstance(update, ReferenceUpdate) and (shape := tuple(update.image.shape)) != image:
                     raise PlanError(f"block {block.block} has a reference of {shape}, but the stream takes {image}")
+                if isinstance(update, Reference):
+                    self._check_sink(block.block, tuple(update.latents.shape))
+
+    def _check_sink(self, block: int, shape: tuple[int, ...]) -> None:
+        rows, columns = self.origin.size
+        if len(shape) != 5 or (shape[0], *shape[2:]) != (1, 1, rows, columns):
+            raise PlanError(
+                f"block {block} has latents of {shape} as its first frame, but the stream has (1, C, 1, {rows}, "
+                f"{columns}): the recording is damaged"
+            )
 
     def is_as_it_was(self, chunk: Chunk) -> bool:
         """Whether the frames of `chunk` are bit-equal to the recorded ones."""
@@ -129,8 +140,12 @@ def _lines(path: Path) -> list[str]:
             if os.fstat(file.fileno()).st_size > LIMIT:
                 raise PlanError(f"{path} has more than {LIMIT} bytes, the limit of a recording")
             return file.read().decode("utf-8").split("\n")[:-1] or [""]
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise PlanError(f"{path} cannot be read as the recording of a stream: {error}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"{path} is no recording of a stream: byte {error.start} is not text. Give the file that --record wrote"
+        ) from error
 
 
 def _origin(path: Path, line: str) -> JournalHeader:

@@ -176,6 +176,8 @@ def test_a_recording_fits_a_model_of_its_shapes(tmp_path: Path) -> None:
     recording = StreamRecording.read(tmp_path / "a.jsonl")
     (block,) = recording.blocks
     recording.check_fits((4, 6), (1, 2, 3, 4))
+    sink = Reference(latents=noise(1, 16, 1, 4, 6))
+    replace(recording, blocks=(replace(block, updates=(sink,)),)).check_fits((4, 6), (1, 2, 3, 4))
     small = (ReferenceUpdate(image=FACE[:4]),)
     for changed, heard, message in (
         (block, None, "audio of another shape"),
@@ -183,6 +185,10 @@ def test_a_recording_fits_a_model_of_its_shapes(tmp_path: Path) -> None:
         (replace(block, audio=None), (1, 2, 3, 4), "has no audio samples"),
         (replace(block, audio=torch.zeros(2, 200)), (1, 2, 3, 4), "has no audio samples"),
         (replace(block, updates=small), (1, 2, 3, 4), r"a reference of \(4, 12, 3\), but the stream takes \(8, 12, 3"),
+        *(
+            (replace(block, updates=(Reference(latents=noise(*shape)),)), (1, 2, 3, 4), r"has \(1, C, 1, 4, 6\)")
+            for shape in ((1, 16, 1, 4, 5), (1, 16, 2, 4, 6), (2, 16, 1, 4, 6), (16, 1, 4, 6))
+        ),
     ):
         with pytest.raises(PlanError, match=message):
             replace(recording, blocks=(changed,)).check_fits((4, 6), heard)
@@ -376,6 +382,9 @@ def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
         StreamRecording.read(tmp_path / "a.jsonl")
     with pytest.raises(PlanError, match="cannot be read as the recording"):
         StreamRecording.read(tmp_path)
+    (tmp_path / "a.mp4").write_bytes(b"text, then \xff\n")
+    with pytest.raises(PlanError, match=r"a\.mp4 is no recording of a stream: byte 11 is not text\. Give the file"):
+        StreamRecording.read(tmp_path / "a.mp4")
     os.truncate(tmp_path / "a.jsonl", LIMIT + 1)
     with pytest.raises(PlanError, match=f"more than {LIMIT} bytes"):
         StreamRecording.read(tmp_path / "a.jsonl")
