@@ -13,7 +13,7 @@ from . import html
 from .defaults import Defaults
 from .handler_errors import reports_errors
 from .loras import loras_of
-from .requests import MAX_SEED, MAX_STEPS, MIN_SIDE, GenerateRequest
+from .requests import MAX_STEPS, MIN_SIDE, GenerateRequest
 from .sizes import RATIOS, size_of_ratio, unit_of
 
 CAPTIONS = (
@@ -129,7 +129,7 @@ def _size_of(name: str, forms: Forms, times: int) -> Callable[[], tuple[int, int
 def seed_field() -> gr.Number:
     """A seed, and a button that chooses one by chance."""
     with gr.Row(equal_height=False):
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200, scale=3)
+        seed = gr.Number(0, label="Seed", precision=0, min_width=200, scale=3)
         dice = gr.Button("Random seed", size="sm", min_width=110, scale=1, elem_classes=["dice"])
     dice.click(None, None, seed, js=ANY_SEED_JS, show_progress="hidden")
     return seed

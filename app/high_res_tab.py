@@ -14,7 +14,7 @@ from .job_queue import Job, JobView
 from .job_tab import JobTab, buttons, connect_cancel, connect_start, reports_refusal
 from .limits import read_image
 from .loras import loras_of
-from .requests import MAX_SEED, MAX_STEPS, GenerateRequest
+from .requests import MAX_STEPS, GenerateRequest
 from .state import AppState
 
 EXPLAINED = (
@@ -160,7 +160,7 @@ class _UpscaleFields:
             strength = gr.Slider(0.05, 0.95, 0.35, step=0.05, label="Strength (1: ignore the input)", min_width=200)
         with gr.Row():
             steps = gr.Slider(1, MAX_STEPS, 30, step=1, label="Steps", min_width=200)
-            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MAX_SEED, min_width=200)
+            seed = gr.Number(0, label="Seed", precision=0, min_width=200)
         with gr.Row():
             self.start = gr.Button("Upscale", variant="primary", interactive=False, elem_id="upscale-run")
         self.components = [image, scale, strength, prompt, steps, seed]

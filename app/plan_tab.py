@@ -137,8 +137,8 @@ def build(
     resumed = panel.build(owner, forms, [width, height, guided])
     with gr.Accordion("A slower link", open=False):
         with gr.Row():
-            latency = gr.Number(0.05, label="Latency, milliseconds", minimum=0)
-            rate = gr.Number(10.0, label="Rate, gigabytes per second", minimum=0)
+            latency = gr.Number(0.05, label="Latency, milliseconds")
+            rate = gr.Number(10.0, label="Rate, gigabytes per second")
             estimate_link = gr.Button("Estimate for the last run", elem_id="plan-estimate")
         estimate = gr.HTML(elem_id="plan-estimate-result")
     given, filled = [devices, width, height, guided, prompts], [summary, diagram, table]

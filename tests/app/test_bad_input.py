@@ -175,6 +175,7 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
     assert "no stream is running" in stream.set_prompt(OWNER, "a pine")
     assert "devices 0: it is a whole number from 1" in unescape(PlanTab(state).show(0, 256, 256, True, 1)[0])
     assert "fill in latency and rate" in PlanTab(state).estimate_link(OWNER, None, 1)
+    assert "use a latency >= 0" in unescape(PlanTab(state).estimate_link(OWNER, -1, 1))
 
 
 def test_a_page_that_the_server_does_not_know(state: AppState) -> None:
@@ -197,6 +198,14 @@ def test_no_field_cuts_a_text(state: AppState) -> None:
     texts = [each["props"] for each in build_page(state).get_config_file()["components"] if each["type"] == "textbox"]
     assert "Prompt" in [each.get("label") for each in texts]
     assert [each.get("label") for each in texts if each.get("max_length") is not None] == []
+
+
+def test_no_number_field_has_a_limit_of_its_own(state: AppState) -> None:
+    """Gradio would refuse the number before the handler, without the field's name and with a traceback in the log."""
+    numbers = [each["props"] for each in build_page(state).get_config_file()["components"] if each["type"] == "number"]
+    assert "Seed" in [each.get("label") for each in numbers]
+    limited = [each for each in numbers if each.get("minimum") is not None or each.get("maximum") is not None]
+    assert [each.get("label") for each in limited] == []
 
 
 def test_models_and_memory_are_looked_at_before_the_page_is_there(
