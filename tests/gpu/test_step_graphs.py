@@ -286,11 +286,61 @@ def test_images_of_two_sizes_in_turn_are_no_arguments_that_differ_from_step_to_s
         state.generation = image
         graphs.run("stale", lambda x: x, ((torch.ones(2 + image % 2),), {}), state)
     assert not graphs.refused
+    assert len(graphs._ran) == 1, "what is known of steps on earlier buffers is dropped"
     for step in range(2 * MOST_KINDS):
         graphs.run("stale", lambda x, scale: x, ((torch.ones(2), float(step)), {}), state)
         if graphs.refused:
             break
     assert "its arguments differ from step to step" in graphs.refused, "control"
+
+
+def test_where_another_rank_cannot_capture_a_step_it_runs_here_as_if_nothing_had_been(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that replays beside one that runs the step would count, and from then on know, another thing."""
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda *_: False)
+    graphs, state = graphs_alone(nn.Linear(1, 1)), Mock(generation=0)
+    state.snapshot.return_value, state.stored.return_value = "before", ()
+    sent = graphs._mesh[0].traffic.bytes_sent
+
+    def capture(step: Any, what: str) -> Any:
+        step()
+        return SimpleNamespace(output=None, has_run=False, fraction=0.0, untaken=1.0)
+
+    def step(x: Tensor) -> Tensor:
+        sent["kv"] += 1
+        return x + 1
+
+    graphs._recorder = Mock(capture=capture)
+    for number in range(3):
+        assert graphs.run("exact", step, ((torch.full((1,), float(number)),), {}), state).item() == number + 1
+        assert sent["kv"] == number + 1, "what a capture does is not sent"
+    assert graphs.refused == "another rank could not capture this step"
+    state.set_back.assert_called_once_with("before")
+
+
+def test_graphs_are_dropped_where_arguments_differ_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is replayed any more, and each holds the memory of a step."""
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    graphs = graphs_alone(nn.Linear(1, 1))
+    captured = SimpleNamespace(output=None, has_run=True, fraction=0.0, untaken=1.0)
+    graphs._recorder = Mock(capture=Mock(return_value=captured))
+    for number in (0, 0, *range(1, MOST_KINDS + 2)):
+        assert bool(graphs._graphs) == (number > 0 and not graphs.refused)
+        graphs.run("exact", lambda x, scale: None, ((torch.ones(1), float(number)), {}), Stateless())
+    assert "its arguments differ from step to step" in graphs.refused
+    assert not graphs._graphs
+
+
+def test_a_pause_neither_captures_nor_replays() -> None:
+    """Every exchange of a traced call is one of Python's."""
+    graphs, ran = graphs_alone(nn.Linear(1, 1)), list[float]()
+    graphs.paused = True
+    for number in range(3):
+        graphs.run("exact", lambda x: ran.append(x.item()), ((torch.full((1,), float(number)),), {}), Stateless())
+    assert ran == [0.0, 1.0, 2.0]
+    assert not graphs.refused
+    assert not graphs._ran
 
 
 def kinds_of(monkeypatch: pytest.MonkeyPatch, fractions: dict[float, float], **options: Any) -> Callable[[float], str]:
