@@ -91,7 +91,7 @@ class GraphRecorder:
 def _end_capture(module: Any, graph: Any, pool: Any, device: torch.device) -> None:
     """End a capture that has failed for torch too, some versions of which go on as if it had not ended.
 
-    Their allocator returns no memory to the device any more, and their default generator draws no numbers.
+    Their allocator returns no memory to the device any more, and their default generator samples no numbers.
     """
     with suppress(RuntimeError):
         graph.pool()
