@@ -25,7 +25,7 @@ def needs_hooks(pipe: Any, options: CallOptions, device: torch.device) -> bool:
     Not with graphs="auto" for a denoiser that is compiled as a whole, which may have graphs of its own.
     """
     plan, wanted = options.plan, options.graphs
-    if not are_wanted(wanted, plan) or plan.world_size > 1 or not has_graphs(device.type):
+    if not wanted or plan.world_size > 1 or not has_graphs(device.type):
         return False
     try:
         refuse_compiled_denoisers(pipe)

@@ -20,8 +20,6 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError, PatchparError, UnsupportedModel
 from patchpar.launch.accelerators import device_module, has_graphs, untaken_fraction
 
-WITHOUT = "graphs=False runs without"
-
 
 class CaptureRefused(Exception):
     """A step that cannot be captured; the message is the reason."""
@@ -128,7 +126,9 @@ class _DeviceGraph:
             return
         end = self._module.Event()
         end.record()
-        self._waits.watch(end.query, lambda: f"{what}: the replay of its graph ({WITHOUT}) has not ended")
+        self._waits.watch(
+            end.query, lambda: f"{what}: the replay of its graph (graphs=False runs without) has not ended"
+        )
 
 
 @contextmanager

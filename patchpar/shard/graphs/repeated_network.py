@@ -1,6 +1,6 @@
 """What a graph repeats of a network though nobody passes it, and why steps of a network cannot be repeated."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,10 +33,16 @@ def baked_in(network: nn.Module) -> Any:
     """Return what a graph repeats though nobody passes it: addresses of weights, and factors that Python multiplies."""
     weights = (*network.parameters(), *network.buffers())
     addresses = tuple(x.data_ptr() for weight in weights for x in plain_tensors(weight))
-    holders = [each for module in network.modules() for each in (module, getattr(module, "processor", None))]
-    facts = [getattr(each, "__dict__", {}) for each in holders]
-    factors = tuple(repr(attributes[name]) for attributes in facts for name in FACTORS if name in attributes)
+    of_all = _attributes(network)
+    factors = tuple(repr(attributes[name]) for _, attributes in of_all for name in FACTORS if name in attributes)
     return addresses, factors
+
+
+def _attributes(network: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the path of each module with its attributes, and with those of its processor."""
+    for path, module in network.named_modules():
+        for each in (module, getattr(module, "processor", None)):
+            yield path, getattr(each, "__dict__", {})
 
 
 def kept_tensors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
@@ -45,11 +51,10 @@ def kept_tensors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
     A forward may read them, as values that it computes once for all steps, or leave them for code that reads them.
     """
     found: dict[tuple[str, str], list[Tensor]] = {}
-    for path, module in network.named_modules():
-        for each in (module, getattr(module, "processor", None)):
-            for name, value in getattr(each, "__dict__", {}).items():
-                if name not in SKIPPED and (tensors := [x for x in tree_leaves(value) if isinstance(x, Tensor)]):
-                    found[path, name] = tensors
+    for path, attributes in _attributes(network):
+        for name, value in attributes.items():
+            if name not in SKIPPED and (tensors := [x for x in tree_leaves(value) if isinstance(x, Tensor)]):
+                found[path, name] = tensors
     return found
 
 
