@@ -11,7 +11,7 @@ from patchpar.models.adapters import from_safetensors
 from patchpar.models.quiet_libraries import import_quietly
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.caller_random import caller_random_state, sampled_seed
-from patchpar.pipeline.component_proxy import network_of
+from patchpar.pipeline.component_proxy import network_of, with_part_names
 from patchpar.pipeline.messages import (
     CallbackChange,
     CallbackResult,
@@ -19,7 +19,6 @@ from patchpar.pipeline.messages import (
     CallResult,
     CallSeconds,
     MethodResult,
-    PartName,
     PreviewEvent,
     Previews,
     RandomState,
@@ -267,14 +266,11 @@ class CallController:
                 f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only methods "
                 "that change the pipeline can (set_..., enable_..., disable_...); all ranks run them after the callback"
             )
-        args, kwargs = tuple(map(self._by_name, args)), {name: self._by_name(each) for name, each in kwargs.items()}
+        owners = self, getattr(self._owner, "_state", None)
+        args, kwargs = with_part_names(args, kwargs, lambda value: network_of(value, *owners))
         whole, named = with_whole_paths(path, args, from_safetensors(path, args, kwargs))
         self.changes.append(CallbackChange(path, whole, named))
         return MethodResult(None)
-
-    def _by_name(self, value: Any) -> Any:
-        name = network_of(value, self, getattr(self._owner, "_state", None))
-        return value if name is None else PartName(name)
 
     def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:
         """Record that the callback sets an attribute of a network. Raises AttributeError if it reads one."""

@@ -5,12 +5,12 @@ pipe.transformer.set_attention_backend("flash")       runs on all ranks
 pipe.transformer.config.num_layers                    a copy, from rank 0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.info import NetworkInfo
-from patchpar.pipeline.messages import MethodResult
+from patchpar.pipeline.messages import MethodResult, PartName
 
 ONE_COPY = "each worker holds a whole pipeline on its own device"
 NOT_SAVED = "the workers' copies are not meant to be saved; save the pipeline before parallelising it"
@@ -78,6 +78,21 @@ def refuse_value(path: str, value: Any) -> None:
             f"pipe.{path} cannot be what torch.compile has returned, which cannot be sent to workers: compile there, "
             f"as pipe.{network}.compile_repeated_blocks() does on all ranks"
         )
+
+
+def with_part_names(
+    args: Sequence[Any], kwargs: Mapping[str, Any], name_of: Callable[[Any], str | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a method with names instead of parts of the pipeline. `name_of`: None for other values.
+
+    Ranks put their own parts there: see `failed_methods.with_parts`.
+    """
+
+    def named(value: Any) -> Any:
+        name = name_of(value)
+        return value if name is None else PartName(name)
+
+    return tuple(map(named, args)), {name: named(each) for name, each in kwargs.items()}
 
 
 def network_of(value: Any, *owners: Any) -> str | None:

@@ -20,8 +20,8 @@ from patchpar.pipeline.auto_plan import PlanChoice, Rule
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.caller_random import caller_random_state, set_generators
-from patchpar.pipeline.component_proxy import network_of, refuse_value
-from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, PartName, Previews
+from patchpar.pipeline.component_proxy import network_of, refuse_value, with_part_names
+from patchpar.pipeline.messages import EVERY_STEP, CallbackChange, CallOptions, MethodResult, Previews
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import engine_call
@@ -240,7 +240,7 @@ class PipelineState:
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
-        args, kwargs = tuple(map(self._by_name, args)), {name: self._by_name(each) for name, each in kwargs.items()}
+        args, kwargs = with_part_names(args, kwargs, self._part_name_of)
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         if self.ranks.kind == "local":
             options["random"] = caller_random_state()
@@ -251,10 +251,9 @@ class PipelineState:
         set_generators(generators_of(kwargs, args), returned.generators, returned.random)
         return returned
 
-    def _by_name(self, value: Any) -> Any:
-        """Return what stands, among the arguments of a method, for a part of the pipeline; other values as they are."""
-        name = network_of(value, self) or self.copies.name_of(value)
-        return value if name is None else PartName(name)
+    def _part_name_of(self, value: Any) -> str | None:
+        """Return the name of a part of the pipeline among the arguments of a method; None for other values."""
+        return network_of(value, self) or self.copies.name_of(value)
 
     def keep(self, changes: Iterable[CallbackChange], ranks: Collection[int]) -> None:
         """Make the changes that a callback on `ranks` made to networks on all others, also those that start later."""

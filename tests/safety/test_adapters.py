@@ -114,7 +114,7 @@ def test_networks_in_workers_read_safetensors_only(trap: Path) -> None:
     """And make no other network."""
     methods = frozenset({"load_lora_adapter", "from_pretrained", "from_single_file"})
     state: Any = SimpleNamespace(
-        is_fresh=False, ask=lambda *_, **__: pytest.fail("it was asked"), _by_name=lambda value: value
+        is_fresh=False, ask=lambda *_, **__: pytest.fail("it was asked"), _part_name_of=lambda value: None
     )
     unet: Any = ComponentProxy(
         "unet", NetworkInfo(kind="A", methods=methods), state.ask, partial(PipelineState.apply, state)
