@@ -78,8 +78,8 @@ def _of_xdit() -> Iterator[PublishedRow]:
 
 
 def _of_diffusers() -> Iterator[PublishedRow]:
-    """Steps of FLUX on four cards."""
-    plans = [_ulysses(4), PLAN.format(4, RING), PLAN.format(4, BOTH)]
+    """Steps of FLUX on four cards. Its rings gather all keys at once, unless they are asked to pass them on."""
+    plans = [_ulysses(4), "patch=4", PLAN.format(4, "ulysses=2")]
     for device, seconds, note in (
         ("4xH100-nvlink", (0.13342, 0.26153, 0.22137), BY_PYTHON),
         ("4xL20-pcie4", (0.28107, 0.35134, 0.32437), ""),
@@ -103,7 +103,8 @@ ROWS = (*_of_xdit(), *_of_diffusers())
 def lines(models: Mapping[str, RecordedModel], rows: Sequence[PublishedRow] = ROWS) -> Iterator[str]:
     """Yield the table. Speed-ups are over the row of one device of the same call, machine and source."""
     yield (
-        "By other software that divides tokens between devices as these plans do: Ulysses, rings, and both. Nothing of "
+        "By other software that divides tokens between devices as these plans do: Ulysses, rings, and both; rings of "
+        "diffusers gather all keys at once, unless they are asked to pass them on. Nothing of "
         "the catalogue and of what is assumed was chosen by these rows; attention on H100s is that of FlashAttention 2 "
         "where the call of one device is. Encoders and VAE run on one device. Rows that are launched by Python wait "
         "for the process: others' code launches other kernels than ours. How others' rings merge their parts is not "
