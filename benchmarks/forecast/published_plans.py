@@ -131,9 +131,9 @@ def lines(models: Mapping[str, RecordedModel], rows: Sequence[PublishedRow] = RO
         yield f"| {' | '.join(cells)} |"
     yield ""
     yield (
-        f"Of the rows that do not wait for Python {within(errors[False], 0.2)} are within 20 %, half of them within "
+        f"Without those that wait for Python {within(errors[False], 0.2)} are within 20 %, half of them within "
         f"{median(map(abs, errors[False])):.0%}; of their speed-ups {within(ratios[False], 0.2)} are. Of those that "
-        f"do, {within(errors[True], 0.2)} are."
+        f"wait, {within(errors[True], 0.2)} are."
     )
 
 

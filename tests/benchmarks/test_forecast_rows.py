@@ -164,7 +164,7 @@ def test_rows_of_several_devices_decode_on_one_and_are_beside_that_of_one_device
     assert cells[1] == ["20.00", "10.00", "-50%", "0.75x", "1.50x"]
     assert cells[2] == ["40.00", "10.00", "-75%", "0.38x", "1.50x"]
     assert "Python 1 of 2 rows are within 20 %, half of them within 25%; of their speed-ups 0 of 1 rows" in summary
-    assert summary.endswith("Of those that do, 0 of 1 rows are.")
+    assert summary.endswith("Of those that wait, 0 of 1 rows are.")
 
 
 def test_a_phase_is_predicted_alone() -> None:

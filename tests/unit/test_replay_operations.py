@@ -59,7 +59,7 @@ def test_a_late_rank_of_three_holds_up_those_that_wait_for_it() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_an_operation_of_all_ranks_takes_what_the_busiest_port_does(ranks: int) -> None:
-    """NCCL sends to the next rank first, then to the one after it: no port waits. Messages apart wait for each other."""
+    """NCCL sends to the next rank first, then to the one after it: no port waits. Apart, messages wait for others."""
 
     def tapes(operation: int) -> list[Tape]:
         others = [[peer for peer in range(ranks) if peer != rank] for rank in range(ranks)]

@@ -3,9 +3,10 @@
 The rank whose clock is least runs its next entry. A kernel takes its seconds, and begins no earlier than the process
 has launched it. A message leaves when it is sent, or, in an operation of several ranks, when its receiver has come too.
 It takes every resource of its route from when it is free, for bytes / rate, and arrives a latency after the last has
-passed it: one after the other, as messages that a rank sends itself; those of an operation take all of them at once, as
-NCCL sends to no rank that another one sends to, so that all to all takes what the busiest port does. Through resources that are faster than the slowest of the route, other messages pass at the same time. A wait
-sets the clock to the arrival; without one the rank sleeps until the message leaves.
+passed it. Messages that a rank sends itself take them one after the other. Those of an operation take all at once: NCCL
+sends to no rank that another one sends to, so that all ranks take what the busiest port does. Through resources that
+are faster than the slowest of the route, other messages pass at the same time. A wait sets the clock to the arrival;
+without one the rank sleeps until the message leaves.
 
 Messages that are not bulk queue behind each other only. While bulk is there too, each of both has half of the rate.
 """
