@@ -163,11 +163,7 @@ class RemoteTokens:
 
         This rank's part of it has its tokens.
         """
-        return self._newest if self._gathers else None
-
-    @cached_property
-    def _gathers(self) -> bool:
-        return self._newest_slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
+        return self._newest if self.layout.gathers else None
 
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what is sent of `attended` [tokens, 2, B, N, D], which must not change meanwhile, and received."""
