@@ -124,7 +124,7 @@ def test_between_gpus_layouts_say_what_buffers_of_messages_take(strategy: str) -
     run, stand_in, world = Run(strategy=strategy, size=(24, 8)), StandIn(3), 3
     sites_of("sd")
 
-    def said_and_held(transport: Any) -> tuple[int, int]:
+    def expected_and_held(transport: Any) -> tuple[int, int]:
         clock = StepClock()
         bands = patched(ThreadRank(transport, world), run, clock)  # type: ignore[arg-type]
         for evaluation in range(run.evaluations):
@@ -136,7 +136,7 @@ def test_between_gpus_layouts_say_what_buffers_of_messages_take(strategy: str) -
         tokens = sum(layout.num_bytes.total + layout.message_bytes for layout in layouts)
         return tokens + max(layout.workspace_bytes for layout in layouts), cache.num_bytes().total
 
-    for found in stand_in.run(said_and_held):
+    for found in stand_in.run(expected_and_held):
         assert isinstance(found, tuple), found
         assert found[0] == found[1]
 

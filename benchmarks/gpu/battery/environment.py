@@ -26,7 +26,7 @@ def cards() -> list[str]:
 def python_with(device: str, venv: Path, root: Path) -> str:
     """Return the Python to run parts with: this one if its torch can use `device`, else one of `venv`, made if needed.
 
-    Raises RuntimeError if nothing can be installed, or what is cannot use the GPU either; on a CPU nothing is installed.
+    Raises RuntimeError if nothing can be installed, or it cannot use the GPU either. On a CPU nothing is installed.
     """
     needed = HAS_CUDA if device == "cuda" else HAS_PACKAGES
     if _succeeds(sys.executable, needed):
