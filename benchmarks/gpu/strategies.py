@@ -40,13 +40,13 @@ class FakeRank:
         """Count a call of the model as it is."""
         return self._counted(LiveMemory(denoiser.tensors()), lambda: denoiser.network(**denoiser.call))
 
-    def steps(self, denoiser: Denoiser, strategy: str) -> Steps:
-        """Count one call of each kind of step of a strategy."""
+    def steps(self, denoiser: Denoiser, strategy: str, kinds: Mapping[str, int] | None = None) -> Steps:
+        """Count one call of each kind of step of a strategy, or of `kinds`: the number of a step by its name."""
         comm = self._comm()
         if strategy == CFG:
-            return self._in_turn(denoiser, self._guidance(denoiser, comm), comm, ONE_KIND)
+            return self._in_turn(denoiser, self._guidance(denoiser, comm), comm, kinds or ONE_KIND)
         with installed(denoiser, strategy, comm, Mesh(self.rank, range(self.world), patch=self.world)) as step:
-            return self._in_turn(denoiser, step, comm, STEPS if has_stale_steps(strategy) else ONE_KIND)
+            return self._in_turn(denoiser, step, comm, kinds or (STEPS if has_stale_steps(strategy) else ONE_KIND))
 
     def _comm(self) -> Communicator:
         return Communicator(TorchTransport(DEVICE, DEADLINE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.battery import __main__ as battery
-from benchmarks.gpu.battery import ranks
+from benchmarks.gpu.battery import environment, ranks
 from benchmarks.gpu.battery.environment import cards, sources_of
 from benchmarks.gpu.battery.journal import Journal, Outcome
 from benchmarks.gpu.battery.part import MEASUREMENTS, TestReporter, side_by_side
@@ -289,6 +290,58 @@ def test_a_strategy_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -
     assert {row["step"] for row in found[1:] if "step" in row} == {"eager", "exact, eager"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert [list(row) for row in ranks.ranks("cuda")] == [["note"]]
+
+
+class Environments:
+    """Which Pythons can use the GPU, and what is installed; in the place of processes that are started."""
+
+    def __init__(self, usable: set[str], installs: bool = True) -> None:
+        self.usable, self.installs, self.installed = usable, installs, list[list[str]]()
+
+    def succeeds(self, python: str, code: str) -> bool:
+        assert "torch.cuda.is_available()" in code
+        return python in self.usable
+
+    def run(self, command: list[str], **_: Any) -> None:
+        if not self.installs:
+            raise subprocess.CalledProcessError(1, command)
+        self.installed.append(command)
+        if command[-1] == ".[dev]":
+            self.usable.add(command[0])
+
+
+def test_a_torch_with_cuda_is_installed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = str(tmp_path / "bin" / "python")
+    found = Environments({sys.executable})
+    monkeypatch.setattr(environment, "_succeeds", lambda *args: found.succeeds(*args))
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: found.run(*args, **kwargs))
+    assert environment.python_with("cuda", tmp_path, ROOT) == sys.executable
+    assert not found.installed
+    found.usable.clear()
+    assert environment.python_with("cuda", tmp_path, ROOT) == python
+    assert [command[-1] for command in found.installed] == [str(tmp_path), f"torch=={environment.TORCH}", ".[dev]"]
+    assert environment.python_with("cuda", tmp_path, ROOT) == python
+    assert len(found.installed) == 3
+
+
+@pytest.mark.parametrize(
+    ("installs", "says"),
+    [
+        (False, "could not be installed into .*: the same command tries again"),
+        (True, "cannot use the GPU here: .* --venv"),
+    ],
+)
+def test_without_a_torch_for_the_gpu_it_ends_with_a_sentence(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installs: bool, says: str
+) -> None:
+    found = Environments(set(), installs)
+    monkeypatch.setattr(environment, "_succeeds", lambda *_: False)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: found.run(*args, **kwargs))
+    monkeypatch.setattr(battery, "python_with", environment.python_with)
+    with pytest.raises(FileNotFoundError):  # the page, of which nothing is known
+        run()
+    assert battery.main() == 1
+    assert re.search(says, capsys.readouterr().err)
 
 
 CHILD = """

@@ -31,10 +31,14 @@ def held(model: str, strategy: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["displaced", "fresh-edges", "fresh-edges:correction=none", "fresh-edges:correction=linear"]
+    "strategy",
+    [
+        *("displaced", "pcpp", "fresh-edges", "fresh-edges:correction=none", "fresh-edges:correction=linear"),
+        "fresh-edges:context=pooled",
+    ],
 )
 def test_keys_and_values_are_those_that_are_counted(strategy: str) -> None:
-    """Strategies that send all tokens; others have copies of what they send beside them, as messages on their way."""
+    """With copies of what is sent, where that is not all tokens as they lie."""
     plan = Plan(patch=4, strategy=strategy)
     assert kept_bytes(plan, FLUX, 1.0, late=True) / MIB == pytest.approx(held("FLUX", strategy), rel=OF_FLUX)
     assert kept_bytes(plan, SDXL, 1.0, late=True) / MIB == pytest.approx(held("SDXL", strategy), rel=OF_SDXL)

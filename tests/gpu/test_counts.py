@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks.gpu.denoisers import Denoiser
+from benchmarks.gpu.denoisers import DENOISERS, Denoiser
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, FakeRank
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.local_tokens import RULES
-from tests.gpu.short_models import PIXELS, WORLD
+from tests.gpu.short_models import LAYERS, PIXELS, WORLD
 
 MIB = 2**20
 PAGE = Path(__file__).parents[2] / "docs/figures/gpu-counts.json"
@@ -164,6 +164,20 @@ def test_no_step_of_a_stale_strategy_launches_more_than_1_3_times_the_plain_mode
     of_plain = {row["step"]: float(row["of plain"]) for row in rows}
     assert of_plain.keys() == {"exact", "stale"}
     assert max(of_plain.values()) <= 1.3
+
+
+@pytest.mark.parametrize("strategy", ["fresh-edges", "fresh-edges:correction=none", "fresh-edges:bits=8"])
+@pytest.mark.parametrize("more", ["num_layers", "num_single_layers"])
+def test_a_layer_with_stale_keys_launches_at_most_6_more_than_the_plain_one(
+    rank: FakeRank, models: dict[str, Denoiser], strategy: str, more: str
+) -> None:
+    """Whether they are extrapolated, corrected or quantised: of a transformer with one layer more."""
+    layers = LAYERS["flux"] | {more: 2}
+    added = [
+        sum(rank.steps(model, strategy)["stale"].launches.values()) - sum(rank.plain(model).launches.values())
+        for model in (models["flux"], DENOISERS["flux"](PIXELS, layers=layers))
+    ]
+    assert 0 < added[1] - added[0] <= 6
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["as it is", "gathered before it"])

@@ -25,6 +25,7 @@ from patchpar.shard.host_memory import HostCopy, to_device
 from tests.exact import denoisers
 from tests.gpu.pools import ROUNDING, check, started
 from tests.modules.networks import call_of, network
+from tests.sequence.half_precision import WIDTHS, errors_of_attention
 from tests.tensors import relative
 
 pytestmark = pytest.mark.gpu
@@ -195,6 +196,16 @@ def test_kernels_equal_their_eager_twins(kind: str, step: Callable[[], Any]) -> 
         step()
     assert not [name for name, apart in twins.apart.items() if apart > 1]
     assert twins.apart or kind == "cpu" or not has_triton(), "a step on a GPU uses kernels"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_attention_in_parts_to_heads_of_all_widths(kind: str, dtype: torch.dtype, masked: bool) -> None:
+    """By the kernels that return the log-sum-exp: flash, cuDNN's, and with a mask the memory-efficient one."""
+    for width in WIDTHS:
+        errors = errors_of_attention(torch.device(kind), dtype, width, masked=masked)
+        assert errors.parts <= 2 * errors.whole, width
+        assert errors.without > 10 * errors.parts, width
 
 
 def test_tensors_of_any_layout_leave_the_card(kind: str) -> None:

@@ -90,7 +90,9 @@ def changed_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 
 def quantised_change(dtype: torch.dtype) -> tuple[Any, ...]:
     copy, x, bits = changed_tokens(dtype)
-    return (copy, *quantize_delta.quantize_delta_eager(copy.clone(), x, bits), bits)
+    parts = [quantize_delta.quantize_delta_eager(copy[a:b].clone(), x[a:b], bits) for a, b in ((0, 4), (6, 13))]
+    levels, scales = zip(*parts, strict=True)
+    return (copy, list(levels), list(scales), [0, 6], bits)
 
 
 def norm_args(dtype: torch.dtype) -> tuple[Any, ...]:

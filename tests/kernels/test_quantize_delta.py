@@ -40,7 +40,10 @@ def sent_and_kept(quantize: Callable[..., Any], copy: Tensor, x: Tensor, bits: i
 
 
 def added(add: Callable[..., None], copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> Tensor:
-    add(copy, levels, scale, bits)
+    """The copy, to which the messages of three ranks are added, with one token of nobody between two of them."""
+    spans = ((0, 12), (12, 20), (21, 37))
+    starts = [start for start, _ in spans]
+    add(copy, *([x[start:end] for start, end in spans] for x in (levels, scale)), starts, bits)
     return copy
 
 
@@ -49,6 +52,7 @@ def test_sender_and_receiver_have_the_bits_of_the_twin(
     interpreted: Callable[..., Any], bits: int, dtype: torch.dtype, width: int
 ) -> None:
     copy, x = tokens(dtype, width)
+    x[20] = copy[20]
     want = sent_and_kept(quantize_delta_eager, copy.clone(), x, bits)
     found = interpreted(sent_and_kept, launch_quantize_delta, copy.clone(), x, bits)
     levels, scale, kept = want
@@ -75,3 +79,14 @@ def test_another_scale_would_be_seen(interpreted: Callable[..., Any]) -> None:
     levels, scale, kept = sent_and_kept(quantize_delta_eager, copy.clone(), x, 8)
     scale[5, 0, 0] = torch.nextafter(scale[5, 0, 0], torch.tensor(1.0, dtype=HALF))
     assert not torch.equal(interpreted(added, launch_add_delta, copy.clone(), levels, scale, 8), kept)
+
+
+def test_a_token_of_no_rank_is_left_alone(interpreted: Callable[..., Any]) -> None:
+    copy, x = tokens(torch.float32, 7)
+    levels, scale, kept = sent_and_kept(quantize_delta_eager, copy.clone(), x, 8)
+    for found in (
+        interpreted(added, launch_add_delta, copy.clone(), levels, scale, 8),
+        added(add_delta_eager, copy.clone(), levels, scale, 8),
+    ):
+        assert torch.equal(found[20], copy[20])
+        assert not torch.equal(kept[20], copy[20]), "control"

@@ -25,10 +25,10 @@ from patchpar.shard.attention.lse_kernels import (
 )
 from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 from tests.breadth import first_of
+from tests.sequence.half_precision import WIDTHS, errors_of_attention
 from tests.tensors import relative
 
 TURING, ADA, HOPPER = ((7, 5), (8, 9), (9, 0))
-WIDTHS = (40, 64, 72, 80, 88, 128, 160)
 
 
 @pytest.mark.parametrize(
@@ -201,3 +201,12 @@ def test_parts_of_keys_in_half_precision_are_hardly_farther_off_than_one_kernel_
     )
     ours, control = (relative(each.double(), truth) / relative(one.double(), truth) for each in merged)
     assert ours < 1.1 < 1.15 < control, (ours, control)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_parts_of_keys_with_masks_in_half_precision(width: int, dtype: torch.dtype, masked: bool) -> None:
+    whole, parts, blind = errors_of_attention(torch.device("cpu"), dtype, width, masked=masked)
+    assert parts <= 1.1 * whole + 1e-6
+    assert blind > 10 * parts, "control: without the mask, or without a part of the keys"

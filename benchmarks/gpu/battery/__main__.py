@@ -40,7 +40,11 @@ def main() -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    python = python_with(options.device, options.venv, ROOT)
+    try:
+        python = python_with(options.device, options.venv, ROOT)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     page = options.write or PAGES[options.device]
     software = torch_of(python)
     machine = f"{'; '.join(found)}: {software}, commit {commit_of(ROOT) or 'unknown'}"

@@ -26,7 +26,7 @@ def cards() -> list[str]:
 def python_with(device: str, venv: Path, root: Path) -> str:
     """Return the Python to run parts with: this one if its torch can use `device`, else one of `venv`, made if needed.
 
-    Raises RuntimeError if the torch installed there cannot use the GPU either; on a CPU nothing is installed.
+    Raises RuntimeError if nothing can be installed, or it cannot use the GPU either. On a CPU nothing is installed.
     """
     needed = HAS_CUDA if device == "cuda" else HAS_PACKAGES
     if _succeeds(sys.executable, needed):
@@ -37,7 +37,10 @@ def python_with(device: str, venv: Path, root: Path) -> str:
     if not _succeeds(python, needed):
         _install(venv, python, root)
     if not _succeeds(python, needed):
-        raise RuntimeError(f"torch {TORCH} in {venv} cannot use the {device} here: is the driver too old for its CUDA?")
+        raise RuntimeError(
+            f"torch {TORCH} in {venv} cannot use the GPU here: if the driver is too old for its CUDA, install an older "
+            "torch and this package into an environment of your own, and use --venv for it"
+        )
     return python
 
 
@@ -75,12 +78,20 @@ def _answer(command: list[str], *, seconds: float) -> str:
 
 
 def _install(venv: Path, python: str, root: Path) -> None:
-    """Make an environment. The build of torch on PyPI for Linux is the one with CUDA."""
+    """Make an environment, or go on with one. The build of torch on PyPI for Linux is the one with CUDA.
+
+    Raises RuntimeError if it cannot be made.
+    """
     print(f"Installing torch {TORCH} with CUDA into {venv}: some minutes and 5 GB, the first time only.", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, f"torch=={TORCH}"], check=True)
-    subprocess.run([*pip, "--editable", ".[dev]"], check=True, cwd=root)
+    try:
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        subprocess.run([*pip, f"torch=={TORCH}"], check=True)
+        subprocess.run([*pip, "--editable", ".[dev]"], check=True, cwd=root)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise RuntimeError(
+            f"torch {TORCH} with CUDA could not be installed into {venv}: the same command tries again ({error})"
+        ) from error
 
 
 def _succeeds(python: str, code: str) -> bool:

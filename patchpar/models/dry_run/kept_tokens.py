@@ -69,7 +69,7 @@ def _of_patches(policy: ExchangePolicy, patches: int, attentions: Attentions, *,
             total += count * _partial_bytes(size, patches)
         elif policy.context is not None:
             layout = _layout(policy, policy.context, size, patches, late=late)
-            total += count * layout.num_bytes.total
+            total += count * (layout.num_bytes.total + layout.message_bytes)
             shared = max(shared, layout.workspace_bytes + layout.window_bytes)
     return total + shared
 
@@ -81,7 +81,7 @@ def _layout(policy: ExchangePolicy, options: StaleKV, size: AttentionSize, patch
     grid = LevelGrid(Bands(starts_of(size.tokens // columns, patches)), TokensAcross(columns), -2)
     return StaleLayout(
         options,
-        Axis("patch", 0, patches, tuple(range(patches))),
+        Axis("patch", patches // 2, patches, tuple(range(patches))),  # which has two neighbours, of three or more
         grid,
         token=(2, size.batch, size.heads, size.width),
         itemsize=size.itemsize,

@@ -27,7 +27,7 @@ from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, corre
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, numbers_of
-from patchpar.shard.stale.quantized_delta import QuantizedDelta
+from patchpar.shard.stale.quantized_delta import QuantizedDelta, decode_parts
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
 from patchpar.shard.stale.token_slots import TokenSlots
@@ -163,11 +163,7 @@ class RemoteTokens:
 
         This rank's part of it has its tokens.
         """
-        return self._newest if self._gathers else None
-
-    @cached_property
-    def _gathers(self) -> bool:
-        return self._newest_slots.are_equal and self.options.selection == AllRows() and self.options.bits == 16
+        return self._newest if self.layout.gathers else None
 
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what is sent of `attended` [tokens, 2, B, N, D], which must not change meanwhile, and received."""
@@ -193,9 +189,9 @@ class RemoteTokens:
         """
         if self.options.bits == 16:
             return
-        for group_rank in self.axis.others:
-            if found := received.get(self.axis.ranks[group_rank]):
-                self._delta_of(group_rank).decode(found)
+        starts, ranks = self._newest_slots.starts, self.axis.ranks
+        found = [(starts[p], received[ranks[p]]) for p in self.axis.others if received.get(ranks[p])]
+        decode_parts(self._newest, found, self.options.bits)
 
     def fit(self, attended: Tensor, ratio: Tensor) -> Tensor:
         """Return the correction of this rank's tokens to send, [2, B, N, numbers].

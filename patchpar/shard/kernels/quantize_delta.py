@@ -7,6 +7,9 @@ Tokens are [..., D], with D numbers of one head in a row, of which each has a sc
 [..., D], or two to a byte, uint8 [..., (D + 1) // 2]. See `shard.stale.quantized_delta` for the method.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from patchpar.shard.kernels.map_layout import power_of_2
 SCALE = torch.float16
 SCALES = (2.0**-14, 6e4)  # smallest and largest
 TILE = 4096  # numbers of a program
+MOST_MESSAGES = 8  # whose differences the kernel has pointers for
 
 
 def most_of(bits: int) -> int:
@@ -30,14 +34,21 @@ def quantize_delta_eager(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Te
     scale = (difference.abs().amax(-1, keepdim=True) / most).clamp(*SCALES).to(SCALE)
     levels = (difference / scale.float()).round_().clamp_(-most, most).to(torch.int8)
     levels = levels if bits == 8 else _packed(levels)
-    add_delta_eager(copy, levels, scale, bits)
+    add_delta_eager(copy, [levels], [scale], [0], bits)
     return levels, scale
 
 
-def add_delta_eager(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
-    """Add a difference to `copy` [..., D]: levels [..., D], or packed, and `scale` [..., 1]."""
-    levels = levels if bits == 8 else _unpacked(levels, copy.shape[-1])
-    copy.copy_(copy.float() + levels.float() * scale.float())
+def add_delta_eager(
+    copy: Tensor, levels: Sequence[Tensor], scales: Sequence[Tensor], starts: Sequence[int], bits: int
+) -> None:
+    """Add differences to parts of `copy` [l, ..., D], which begin at the tokens `starts`.
+
+    Of each part the levels [k, ..., D], or packed, and scales [k, ..., 1].
+    """
+    for level, scale, start in zip(levels, scales, starts, strict=True):
+        part = copy.narrow(0, start, level.shape[0])
+        whole = level if bits == 8 else _unpacked(level, copy.shape[-1])
+        part.copy_(part.float() + whole.float() * scale.float())
 
 
 def _packed(levels: Tensor) -> Tensor:
@@ -60,7 +71,7 @@ _ADD_DELTA = Program("patchpar.shard.kernels.programs.quantize_delta", "add_delt
 def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `copy` and `x` [..., D], both contiguous: a program for a few heads. See the twin."""
     levels, scale = empty_delta(copy, x, bits)
-    grid, numbers = _heads_of(copy)
+    grid, numbers = _heads_of(scale.numel(), copy.shape[-1])
     _QUANTIZE_DELTA.launch(
         grid,
         (copy, x, levels, scale),
@@ -72,24 +83,30 @@ def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, T
     return levels, scale
 
 
-def launch_add_delta(copy: Tensor, levels: Tensor, scale: Tensor, bits: int) -> None:
-    """Launch the kernel for `copy` [..., D], levels and `scale` [..., 1], all contiguous. See the twin."""
-    grid, numbers = _heads_of(copy)
+def launch_add_delta(
+    copy: Tensor, levels: Sequence[Tensor], scales: Sequence[Tensor], starts: Sequence[int], bits: int
+) -> None:
+    """Launch the kernel for all parts of `copy` [l, ..., D], all tensors contiguous: programs for a few heads of each.
+
+    Levels and scales as in the twin.
+    """
+    token, counts = math.prod(copy.shape[1:]), tuple([scale.numel() for scale in scales])
+    (blocks,), numbers = _heads_of(max(counts), copy.shape[-1])
     _ADD_DELTA.launch(
-        grid,
-        (copy, levels, scale),
-        (scale.numel(),),
+        (blocks, len(counts)),
+        (copy, tuple(levels), tuple(scales)),
+        (tuple([start * token for start in starts]), counts),
+        MESSAGES=len(counts),
         IS_BYTE=bits == 8,
         **numbers,
     )
 
 
-def _heads_of(copy: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid for `copy` [..., D], and the numbers that a program is made for."""
-    width = copy.shape[-1]
+def _heads_of(heads: int, width: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid for so many heads, and the numbers that a program is made for."""
     pairs = power_of_2(-(-width // 2))
-    heads = max(1, TILE // (2 * pairs))
-    return (-(-copy.numel() // (width * heads)),), {"WIDTH": width, "PAIRS": pairs, "HEADS": heads}
+    of_program = max(1, TILE // (2 * pairs))
+    return (-(-heads // of_program),), {"WIDTH": width, "PAIRS": pairs, "HEADS": of_program}
 
 
 def empty_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +126,7 @@ quantize_delta = fused_op(
     fake=empty_delta,
 )
 add_delta = fused_op(
-    "add_delta(Tensor(a!) copy, Tensor levels, Tensor scale, int bits) -> ()",
+    "add_delta(Tensor(a!) copy, Tensor[] levels, Tensor[] scales, int[] starts, int bits) -> ()",
     eager=add_delta_eager,
     launch=launch_add_delta,
     fake=nothing,

@@ -269,12 +269,14 @@ class StaleCache:
         held += [x for memory in self._memories() for x in memory.tensors()]
         arriving = [x for entry in entries for x in entry.arriving()]
         arriving += [x for buffer in self._arriving for x in buffer.tensors()]
-        return StaleBytes(_num_bytes(held), _num_bytes(arriving))
+        in_arriving = _bytes_by_storage(arriving)
+        only_held = {key: size for key, size in _bytes_by_storage(held).items() if key not in in_arriving}
+        return StaleBytes(sum(only_held.values()), sum(in_arriving.values()))
 
 
-def _num_bytes(tensors: Iterable[Tensor]) -> int:
+def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = [x.untyped_storage() for x in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def _settle(call: _GuidanceCall) -> None:

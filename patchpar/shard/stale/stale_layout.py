@@ -17,6 +17,7 @@ from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
+from patchpar.shard.kernels.quantize_delta import SCALE
 from patchpar.shard.stale.cache import StaleBytes
 from patchpar.shard.stale.correction import kind_for, stride_for
 from patchpar.shard.stale.send_window import NUM_BUFFERS
@@ -63,6 +64,11 @@ class StaleLayout:
         """Whether own tokens are stored here and sent in the step that reads them: where all are sent as they are."""
         as_they_are = self.options.selection == AllRows() and self.options.bits == 16
         return self.may_wait and self.derived and as_they_are and not self.joins
+
+    @cached_property
+    def gathers(self) -> bool:
+        """Whether all own tokens are sent as they are, equally many by each rank: one operation, in place."""
+        return self.newest.are_equal and self.options.selection == AllRows() and self.options.bits == 16
 
     def common_here(self, group_rank: int) -> tuple[int, int]:
         """Return where the common tokens that a rank computes begin among all of these, and how many they are."""
@@ -114,7 +120,8 @@ class StaleLayout:
     def num_bytes(self) -> StaleBytes:
         """What the exchange point stores, in bytes.
 
-        Where `derived`, all of them share `workspace_bytes` beside; where `is_late`, `window_bytes` too.
+        Beside that are `message_bytes`. Where `derived`, all exchange points share `workspace_bytes`; where `is_late`,
+        `window_bytes` too.
         """
         options, size = self.options, prod(self.token) * self.itemsize
         tokens = 0 if self.derived else self.attended.total
@@ -126,6 +133,31 @@ class StaleLayout:
         bias = self.attended.total * self.itemsize if self.averages else 0
         arriving = self.newest.total * size if self.derived and options.bits == 16 and not self.is_late else 0
         return StaleBytes(tokens * size + self.sample_bytes + bias, arriving)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of what is sent and received for the next step, beside the tokens: in a step as in the one before.
+
+        Between CPUs only differences that have been received; others are received in place, and sent ones kept nowhere.
+        """
+        if self.is_late or (self.gathers and not self.joins):
+            return 0
+        bits, mine, received = self.options.bits, self.axis.rank, self.previous.total
+        if not self.may_wait:
+            return received * self._bytes_sent(bits) if bits < 16 else 0
+        if bits < 16 and self.options.selection == AllRows():  # a gather, which has a row for own ones too
+            sent, received = self.grid.num_tokens(mine), received + self.grid.num_tokens(mine)
+        else:
+            sent = sum(len(peers) * self.num_tokens(pieces) for pieces, peers in self.receivers.items())
+            received = received if bits < 16 or self.newest.counts[mine] else 0  # else they come where they are stored
+        return (sent + received) * self._bytes_sent(bits)
+
+    def _bytes_sent(self, bits: int) -> int:
+        """Return the bytes of a token in a message: of so many bits a number, with a scale for each head."""
+        numbers, width = prod(self.token), self.token[-1]
+        if bits == 16:
+            return numbers * self.itemsize
+        return numbers // width * ((width if bits == 8 else -(-width // 2)) + SCALE.itemsize)
 
     @property
     def workspace_bytes(self) -> int:
@@ -155,7 +187,7 @@ def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
     """Return the bytes of stale keys and values of a call with the attention of so many such layers."""
     one = layout.num_bytes
     arriving = round(one.arriving * layers) + layout.window_bytes
-    return StaleBytes(round(one.held * layers) + layout.workspace_bytes, arriving)
+    return StaleBytes(round((one.held + layout.message_bytes) * layers) + layout.workspace_bytes, arriving)
 
 
 def check_room(layout: StaleLayout, layers: float, device: torch.device, strategy: str) -> None:

@@ -63,7 +63,7 @@ def quantize_delta_program(
 
 
 @triton.jit
-def add_delta_program(
+def _add_delta(
     copy,
     levels,
     scales,
@@ -73,7 +73,7 @@ def add_delta_program(
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Add levels times scales to HEADS heads of `copy`."""
+    """Add levels times scales to HEADS of the `num_heads` heads of `copy`."""
     head, pair, even, is_even, is_odd = _positions(num_heads, WIDTH, PAIRS, HEADS)
     wide = tl.load(scales + head, mask=head < num_heads, other=0.0).to(tl.float32)
     if IS_BYTE:
@@ -87,3 +87,28 @@ def add_delta_program(
     old_odd = tl.load(copy + even + 1, mask=is_odd, other=0.0).to(tl.float32)
     tl.store(copy + even, (old_even + level_even * wide).to(copy.dtype.element_ty), mask=is_even)
     tl.store(copy + even + 1, (old_odd + level_odd * wide).to(copy.dtype.element_ty), mask=is_odd)
+
+
+@triton.jit(do_not_specialize=["starts", "counts"])  # or each shape were compiled anew
+def add_delta_program(
+    copy,
+    levels,
+    scales,
+    starts,
+    counts,
+    MESSAGES: tl.constexpr,
+    IS_BYTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Add levels times scales to HEADS heads of one of MESSAGES parts of `copy`.
+
+    All others are tuples: pointers to the levels and scales of each message, the element of `copy` where its heads
+    begin, and how many they are.
+    """
+    message = tl.program_id(1)
+    for index in tl.static_range(MESSAGES):
+        if message == index:
+            part = copy + starts[index]
+            _add_delta(part, levels[index], scales[index], counts[index], IS_BYTE, WIDTH, PAIRS, HEADS)
