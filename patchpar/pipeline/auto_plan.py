@@ -211,6 +211,8 @@ def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
         return "the image has no more bands"
     if model.splits_into_tokens:
         return "each device needs two rows of tokens"
+    if not model.denoisers:
+        return "a pipeline without a denoiser cannot be split"
     why = model.unsplit_reason or f"{', '.join(model.denoisers)} cannot be split"
     return why if work.branches > 1 else f"{why}, and there is no guidance to split"
 

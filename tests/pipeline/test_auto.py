@@ -162,6 +162,21 @@ def test_a_scale_for_the_image_adds_a_branch() -> None:
     ]
 
 
+@pytest.mark.parametrize(("devices", "plan"), [(2, "patch=2,strategy=exact"), (3, "cfg=3")])
+def test_so_does_one_for_several_images(unet: PipelineInfo, devices: int, plan: str) -> None:
+    """OmniGen has one prediction without text but with its images, if it is given any."""
+    model = replace(unet, parameters={**unet.parameters, "img_guidance_scale": 1.6})
+    call = {**GUIDED, "input_images": [object()]}
+    assert str(choose(model, devices, call).plan) == plan
+    assert str(choose(model, 2, GUIDED).plan) == "cfg=2"
+
+
+def test_a_pipeline_without_a_denoiser_leaves_devices_idle(transformer: PipelineInfo) -> None:
+    model = replace(transformer, denoisers=(), splits_into_tokens=False)
+    reason = choose(model, 2, {}).reason
+    assert reason == "1 of 2 devices idle: a pipeline without a denoiser cannot be split"
+
+
 def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: PipelineInfo) -> None:
     call = {**GUIDED, "prompt": ["a"] * 4}
     kept = choose(replace(unet, one_batch_reason="its scheduler draws for all"), 4, call)
