@@ -20,7 +20,7 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
-from patchpar.strategies.data.known_pipelines import why_mixed
+from patchpar.strategies.data.known_pipelines import why_mixed, why_sampled
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import MemoryEstimate, is_large, units_of
@@ -201,7 +201,8 @@ def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
         split_call(kwargs, 0, _prompts(kwargs))
     except PlanError as error:
         return str(error)
-    return model.one_batch_reason or why_mixed(model.pipeline, model.methods, kwargs)
+    why = model.one_batch_reason or why_mixed(model.pipeline, model.methods, kwargs)
+    return why or why_sampled(model.pipeline, model.networks, kwargs, model.parameters)
 
 
 def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
