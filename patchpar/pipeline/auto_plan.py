@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.plan.mesh_shape import Workload
@@ -181,9 +181,9 @@ def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo |
     """Return the model without the ability that an automatic plan failed to use; None for other errors."""
     if isinstance(plan.strategy, StructureGuidance):
         return replace(model, native_only_reason=str(error))
-    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
+    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, (UnsupportedModel, VerificationError)):
         return None
-    return replace(model, splits_into_tokens=False, unsplit_reason=str(error))
+    return replace(model, splits_into_tokens=False, unsplit_reason=str(error).partition(". What was found:")[0])
 
 
 def _prompts(kwargs: Mapping[str, Any]) -> int:
