@@ -31,6 +31,7 @@ NAMED_FOR_GUIDANCE = (
 )
 PERTURBED = "pag_scale"
 OF_IMAGE = "image_guidance_scale"
+SCALES_OF_IMAGES = {OF_IMAGE: "image", "img_guidance_scale": "input_images"}  # with the arguments that they are for
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
@@ -96,7 +97,7 @@ class PipelineInfo:
         perturbed = _number(kwargs.get(PERTURBED, self.parameters.get(PERTURBED))) > 0
         if not self._classifier_free(kwargs):
             return 1 + perturbed
-        of_image = OF_IMAGE in self.parameters and kwargs.get("image") is not None
+        of_image = any(n in self.parameters and kwargs.get(i) is not None for n, i in SCALES_OF_IMAGES.items())
         return 2 + perturbed + of_image
 
     @property

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_weights import WeightChoice
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
-from patchpar.strategies.data.known_pipelines import why_mixed
+from patchpar.strategies.data.known_pipelines import why_mixed, why_sampled
 from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import MemoryEstimate, is_large, units_of
@@ -181,9 +181,9 @@ def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo |
     """Return the model without the ability that an automatic plan failed to use; None for other errors."""
     if isinstance(plan.strategy, StructureGuidance):
         return replace(model, native_only_reason=str(error))
-    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
+    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, (UnsupportedModel, VerificationError)):
         return None
-    return replace(model, splits_into_tokens=False, unsplit_reason=str(error))
+    return replace(model, splits_into_tokens=False, unsplit_reason=str(error).partition(". What was found:")[0])
 
 
 def _prompts(kwargs: Mapping[str, Any]) -> int:
@@ -201,7 +201,8 @@ def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
         split_call(kwargs, 0, _prompts(kwargs))
     except PlanError as error:
         return str(error)
-    return model.one_batch_reason or why_mixed(model.pipeline, model.methods, kwargs)
+    why = model.one_batch_reason or why_mixed(model.pipeline, model.methods, kwargs)
+    return why or why_sampled(model.pipeline, model.networks, kwargs, model.parameters)
 
 
 def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
@@ -211,6 +212,8 @@ def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan) -> str:
         return "the image has no more bands"
     if model.splits_into_tokens:
         return "each device needs two rows of tokens"
+    if not model.denoisers:
+        return "a pipeline without a denoiser cannot be split"
     why = model.unsplit_reason or f"{', '.join(model.denoisers)} cannot be split"
     return why if work.branches > 1 else f"{why}, and there is no guidance to split"
 

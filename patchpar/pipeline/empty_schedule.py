@@ -1,4 +1,7 @@
-"""Calls of which `strength` leaves no step. Few pipelines of diffusers notice: elsewhere tensors are empty."""
+"""Calls of which `strength` leaves no step. Few pipelines of diffusers notice: elsewhere tensors are empty.
+
+With `denoising_start` no noise is added, so that nothing is empty: a refiner returns the latents that it was given.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +26,8 @@ def empty_schedules_refused(pipe: Any, arguments: Mapping[str, Any]) -> Iterator
 
     def shortened(*args: Any, **kwargs: Any) -> Any:
         found = shorten(*args, **kwargs)
-        if isinstance(found, tuple) and hasattr(found[0], "__len__") and not len(found[0]):
+        noisy = kwargs.get("denoising_start") is None
+        if noisy and isinstance(found, tuple) and hasattr(found[0], "__len__") and not len(found[0]):
             named = {name: arguments[name] for name in ("strength", "num_inference_steps") if name in arguments}
             given = ", ".join(f"{name}={value}" for name, value in named.items()) or "these arguments"
             raise PlanError(f"{given}: no denoising step is left to make: raise strength, or num_inference_steps")

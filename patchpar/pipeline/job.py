@@ -18,7 +18,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.errors import CallCancelled, CallSuspended, PatchparError, PlanError, UnsupportedModel
+from patchpar.errors import CallCancelled, CallSuspended, PatchparError, PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.auto_plan import without
 from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
@@ -218,7 +218,7 @@ class PipelineJob:
         while True:
             try:
                 return plan, ranks, self._generate(plan, ranks)
-            except (UnsupportedModel, PlanError) as error:
+            except (UnsupportedModel, VerificationError, PlanError) as error:
                 self._recovery.refuse(error, plan, ranks)
                 learnt = without(state.described, plan, error)
                 if self._placement.plan is not None or learnt is None or state.ranks.kind != "local":

@@ -69,7 +69,7 @@ class Recovery:
             return self._on_other_workers(error, plan, ranks)
         raise error
 
-    def refuse(self, error: PlanError, plan: Plan, ranks: tuple[int, ...]) -> None:
+    def refuse(self, error: Exception, plan: Plan, ranks: tuple[int, ...]) -> None:
         """Raise WorkerOutOfMemory if the plan that cannot be run is the one that was to take less memory."""
         if self._has_lacked_memory:
             self._with_more_memory(error, plan, ranks)

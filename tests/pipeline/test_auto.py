@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.models.info import PipelineInfo, describe
+from patchpar.models.info import NetworkInfo, PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh_shape import EXCHANGE, Workload
@@ -162,6 +162,21 @@ def test_a_scale_for_the_image_adds_a_branch() -> None:
     ]
 
 
+@pytest.mark.parametrize(("devices", "plan"), [(2, "patch=2,strategy=exact"), (3, "cfg=3")])
+def test_so_does_one_for_several_images(unet: PipelineInfo, devices: int, plan: str) -> None:
+    """OmniGen has one prediction without text but with its images, if it is given any."""
+    model = replace(unet, parameters={**unet.parameters, "img_guidance_scale": 1.6})
+    call = {**GUIDED, "input_images": [object()]}
+    assert str(choose(model, devices, call).plan) == plan
+    assert str(choose(model, 2, GUIDED).plan) == "cfg=2"
+
+
+def test_a_pipeline_without_a_denoiser_leaves_devices_idle(transformer: PipelineInfo) -> None:
+    model = replace(transformer, denoisers=(), splits_into_tokens=False)
+    reason = choose(model, 2, {}).reason
+    assert reason == "1 of 2 devices idle: a pipeline without a denoiser cannot be split"
+
+
 def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: PipelineInfo) -> None:
     call = {**GUIDED, "prompt": ["a"] * 4}
     kept = choose(replace(unet, one_batch_reason="its scheduler draws for all"), 4, call)
@@ -175,6 +190,38 @@ def test_a_generator_of_several_prompts_keeps_them_together(unet: PipelineInfo) 
     kept = choose(unet, 2, {**GUIDED, "prompt": ["a"] * 2, "generator": [one, one]})
     assert str(kept.plan) == "cfg=2"
     assert "2 prompts stay in one batch: generator 1 of 2 is the same one as that of another prompt" in kept.reason
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "network", "default", "with_it", "without"),
+    [
+        ("GlmImagePipeline", "vision_language_encoder", {}, {}, {"prompt": ["a"]}),
+        ("LongCatImagePipeline", "text_encoder", {"enable_prompt_rewrite": True}, {}, {"enable_prompt_rewrite": False}),
+        ("ErnieImagePipeline", "pe", {"use_pe": True}, {"use_pe": True}, {"use_pe": False}),
+        ("Flux2Pipeline", "text_encoder", {}, {"caption_upsample_temperature": 0.2}, {}),
+    ],
+)
+def test_tokens_that_a_language_model_samples_keep_prompts_together(
+    unet: PipelineInfo,
+    pipeline: str,
+    network: str,
+    default: dict[str, Any],
+    with_it: dict[str, Any],
+    without: dict[str, Any],
+) -> None:
+    parameters = {**unet.parameters, **default}
+    model = replace(
+        unet,
+        pipeline=pipeline,
+        networks={network: NetworkInfo(kind="m.Some", methods=frozenset())},
+        parameters=parameters,
+    )
+    call = {**GUIDED, "prompt": ["a"] * 2}
+    kept = choose(model, 2, call | with_it)
+    assert str(kept.plan) == "cfg=2"
+    assert f"2 prompts stay in one batch: {pipeline} samples tokens" in kept.reason
+    assert "samples tokens" not in choose(model, 2, call | without).reason
+    assert choose(replace(model, networks={}), 2, call | with_it).plan == Plan(data=2)
 
 
 def test_sizes_that_prompts_get_in_turn_keep_them_together(unet: PipelineInfo) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
 
-from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
+from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel, VerificationError
 from patchpar.launch.devices import count_named
 from patchpar.pipeline import startup
 from patchpar.pipeline.validate import noise_of_first
@@ -377,6 +377,29 @@ def test_an_automatic_plan_does_without_what_cannot_be_split(hold: Hold) -> None
         assert str(parallel.plan) == "single"
         assert re.search("2 of 2 devices idle|1 of 2 devices idle", parallel.explain())
         assert "PixArtTransformer2DModel cannot be split by tokens" in parallel.explain()
+        assert relative_error(got, pipe(**WHOLE, generator=generator(), output_type="latent")) <= EXACT
+
+
+def test_an_automatic_plan_does_without_tokens_that_are_not_exact(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = build("pixart").pipe
+    error = VerificationError("its tokens differ: use plan cfg=2. What was found:\nblocks, layers")
+    with hold(pipe) as parallel:
+        executor = parallel._state.executor
+        call = executor.call
+
+        def split(method: str, *args: Any, **kwargs: Any) -> Any:
+            if method == "generate" and args[1].plan.patch > 1:
+                raise error
+            return call(method, *args, **kwargs)
+
+        monkeypatch.setattr(executor, "call", split)
+        parallel.plan = "patch=2"
+        with pytest.raises(VerificationError, match="its tokens differ"):
+            parallel(**WHOLE)
+        parallel.plan = "auto"
+        got = parallel(**WHOLE, generator=generator(), output_type="latent")
+        assert str(parallel.plan) == "single"
+        assert parallel.explain().endswith("its tokens differ: use plan cfg=2, and there is no guidance to split")
         assert relative_error(got, pipe(**WHOLE, generator=generator(), output_type="latent")) <= EXACT
 
 

@@ -48,6 +48,18 @@ def test_a_strength_that_leaves_no_step_is_refused_by_all_ranks(hold: Hold, plan
         assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
 
 
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "patch=2"))
+def test_a_refiner_that_starts_after_the_last_step_returns_its_image(hold: Hold, plan: str) -> None:
+    """With `denoising_start` diffusers adds no noise, so that nothing is empty where no step is left."""
+    tiny = build("sdxl_img2img")
+    call = {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent", "denoising_start": 0.999}
+    want = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = plan
+        assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
+        assert parallel.last_run.steps == 0
+
+
 @pytest.mark.breadth
 def test_frames_of_a_video(hold: Hold) -> None:
     tiny = build("svd")

@@ -23,6 +23,12 @@ MIXED = {
 MIXED_BY = {  # arguments that make a pipeline mix prompts
     "BriaPipeline": {"normalize": "divides predictions by the standard deviation of those of all prompts"},
 }
+SAMPLERS = {  # pipelines with a network that samples tokens, and the argument with which it does
+    "ErnieImagePipeline": ("pe", "use_pe"),
+    "Flux2Pipeline": ("text_encoder", "caption_upsample_temperature"),
+    "GlmImagePipeline": ("vision_language_encoder", "prompt"),
+    "LongCatImagePipeline": ("text_encoder", "enable_prompt_rewrite"),
+}
 CHOOSES = "score_waveforms"
 """The method by which pipelines of audio sort several results for each prompt by how they fit it; it needs LIBRARY."""
 LIBRARY = "librosa"
@@ -39,6 +45,16 @@ ENCODED_ONCE = {  # for all prompts, with noise that asks no generator
 }
 NEGATIVE_SIZES = ("negative_original_size", "negative_target_size")
 OWN_NOISE = ("AmusedScheduler", "VQDiffusionScheduler")  # schedulers that sample noise for a whole batch themselves
+
+
+def why_sampled(pipeline: str, networks: Container[str], call: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return why a call of such a pipeline may sample tokens for its prompts; empty if it does not.
+
+    Whether a language model samples is part of its settings, so that ranks refuse it when it does.
+    """
+    network, argument = SAMPLERS.get(pipeline, ("", ""))
+    is_used = network in networks and bool(call.get(argument, defaults.get(argument)))
+    return f"{pipeline} samples tokens: those of a prompt depend on the prompts before it" if is_used else ""
 
 
 def why_mixed(pipeline: str, methods: Container[str], call: Mapping[str, Any]) -> str:
