@@ -153,6 +153,22 @@ def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
     assert attentions(joined) < attentions(apart)
 
 
+@pytest.mark.parametrize("plan", ["patch=3", "patch=3,strategy=fresh-edges"])
+def test_ranks_on_gpus_gather_as_many_tokens_as_each_has(plan: str) -> None:
+    """From buffers as long as those of the rank with most: of a text whose tokens three ranks cannot share evenly."""
+    apart, joined = (recorded("sd3", plan, steps=2, joined=joined) for joined in (False, True))
+    assert unequal_pairs([each.tape for each in joined]) == []
+    assert [bytes_sent(each.tape) for each in apart] == [bytes_sent(each.tape) for each in joined]
+
+
+def test_a_rank_recorded_after_others_makes_the_same_calls_for_texts_of_two_lengths() -> None:
+    """Nothing is left to be found in the first call with the other length, of which real ranks make one more."""
+    first, second = recorded("qwen", "patch=2", steps=2)
+    assert unequal_pairs([first.tape, second.tape]) == []
+    calls = [sum(isinstance(each, Operator) for each in rank.tape) for rank in (first, second)]
+    assert calls[0] == pytest.approx(calls[1], rel=0.05)
+
+
 def test_what_one_operation_gathers_is_there_together() -> None:
     """Messages apart are waited for one by one, so that what has come can be used while the others are on their way."""
     incoming = [Incoming(peer, (TensorSpec((4,), torch.float32),)) for peer in (1, 2)]
