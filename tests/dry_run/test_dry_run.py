@@ -76,6 +76,16 @@ def test_an_empty_pipeline_is_that_of_its_folder() -> None:
     assert empty.scheduler.config == loaded.scheduler.config
 
 
+@pytest.mark.parametrize("name", first_of([*BUILDERS], "wan"))
+def test_no_weights_are_loaded_also_of_networks_that_a_pipeline_may_lack(name: str, tmp_path: Path) -> None:
+    """Such as Wan's, which has one transformer or two: diffusers looks for them in the folder although it has them."""
+    build(name).pipe.save_pretrained(tmp_path)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    networks = [each for each in empty_pipeline(tmp_path, {}).components.values() if isinstance(each, nn.Module)]
+    assert {x.device.type for network in networks for x in network.parameters()} == {"meta"}
+
+
 def test_steps_that_the_call_leaves_out() -> None:
     """The default of the pipeline is 50."""
     pipe = empty_pipeline(embedded_model("embedded"), {"variant": "fp16"})
