@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,16 @@ def test_a_rank_recorded_after_others_makes_the_same_calls_for_texts_of_two_leng
     assert unequal_pairs([first.tape, second.tape]) == []
     calls = [sum(isinstance(each, Operator) for each in rank.tape) for rank in (first, second)]
     assert calls[0] == pytest.approx(calls[1], rel=0.05)
+
+
+def test_frames_of_a_vae_see_those_before_them_in_bands_of_several_sizes() -> None:
+    """A mask of values that are not there says which. Each frame is one attention, to the keys of all ranks."""
+    plan = Plan.parse("patch=3")
+    recording = Recording(tiny.build("hunyuan_video").pipe, plan, call_of("hunyuan_video", 1))
+    ranks = [recording.of_rank(rank) for rank in range(3)]
+    assert unequal_pairs([each.tape for each in ranks]) == []
+    decoding = [replace(each, tape=steps_of(each.tape)["decode"]) for each in ranks]
+    assert [attentions(each) for each in decoding] == [3] * 3
 
 
 def test_what_one_operation_gathers_is_there_together() -> None:
