@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.forecast import __doc__ as usage
-from benchmarks.forecast import batches, cpu_prices, measured, published, published_rows, tables
+from benchmarks.forecast import batches, cpu_prices, measured, published, published_plans, published_rows, tables
 from benchmarks.forecast.recorded import RecordedModel
 from benchmarks.gpu.quiet import quiet_process
 from benchmarks.page import publish
@@ -39,6 +39,10 @@ def lines(names: Sequence[str], machines: Sequence[str]) -> Iterator[str]:
     yield "## Published steps in batches"
     yield ""
     yield from batches.lines(RecordedModels(dict(batches.MODELS)))
+    yield ""
+    yield "## Published times of several devices"
+    yield ""
+    yield from published_plans.lines(RecordedModels(dict(published_plans.MODELS)))
     yield ""
     yield "## Measured on a GPU"
     yield ""

@@ -87,6 +87,31 @@ def wan() -> tuple[Any, dict[str, Any]]:
     return pipe, {**_call(480, 832, texts, torch.bfloat16), "num_frames": 81}
 
 
+def hunyuan_video(height: int, width: int) -> Model:
+    """Return HunyuanVideo in bf16, 129 frames of this size in pixels; its VAE in fp16 decodes in tiles."""
+
+    def model() -> tuple[Any, dict[str, Any]]:
+        from diffusers import (
+            AutoencoderKLHunyuanVideo,
+            FlowMatchEulerDiscreteScheduler,
+            HunyuanVideoPipeline,
+            HunyuanVideoTransformer3DModel,
+        )
+
+        network = _empty(HunyuanVideoTransformer3DModel, torch.bfloat16)
+        vae = _empty(AutoencoderKLHunyuanVideo, torch.float16)
+        vae.enable_tiling()
+        missing = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
+        pipe = HunyuanVideoPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0), transformer=network, vae=vae, **missing
+        )
+        texts = {"prompt_embeds": (1, 256, 4096), "pooled_prompt_embeds": (1, 768)}
+        mask = {"prompt_attention_mask": torch.ones(1, 256, dtype=torch.int64)}
+        return pipe, {**_call(height, width, texts, torch.bfloat16), **mask, "num_frames": 129, "output_type": "pt"}
+
+    return model
+
+
 def unguided(model: Model) -> Model:
     """Return a model that is called without guidance, once in each step."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from benchmarks.forecast.fp8 import with_fp8
 from benchmarks.forecast.published_rows import ROWS, PublishedRow
 from benchmarks.forecast.recorded import RecordedModel
+from patchpar.pipeline.planner.forecast import Forecast
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.machine import Machine
@@ -55,23 +56,31 @@ def lines(models: Mapping[str, RecordedModel], rows: Sequence[PublishedRow] = RO
     yield ""
     yield "| call | device | published s | predicted s | error | calibrated | error | published are | source |"
     yield "|---|---|---|---|---|---|---|---|---|"
-    predicted = {row: _predicted(models[row.model], row) for row in rows}
+    predicted = {row: predicted_seconds(models[row.model], row) for row in rows}
     longest = {(row.device, row.source): row for row in sorted(rows, key=lambda row: row.seconds)}
     errors: dict[str, list[float]] = {"alone": [], "calibrated": []}
     for row in rows:
         best, found = longest[row.device, row.source], predicted[row]
-        cells = [row.what, row.device, _cell(row.seconds), _cell(found), f"{found / row.seconds - 1:+.0%}", "", ""]
+        cells = [
+            row.what,
+            row.device,
+            seconds_cell(row.seconds),
+            seconds_cell(found),
+            f"{found / row.seconds - 1:+.0%}",
+            "",
+            "",
+        ]
         errors["alone"].append(found / row.seconds - 1)
         if row != best:
             scaled = replace(row.costs, scale=best.seconds / predicted[best])
-            after = _predicted(models[row.model], replace(row, costs=scaled))
-            cells[-2:] = [_cell(after), f"{after / row.seconds - 1:+.0%}"]
+            after = predicted_seconds(models[row.model], replace(row, costs=scaled))
+            cells[-2:] = [seconds_cell(after), f"{after / row.seconds - 1:+.0%}"]
             errors["calibrated"].append(after / row.seconds - 1)
         yield f"| {' | '.join([*cells, row.note or 'steps alone', row.source])} |"
     yield ""
     yield (
-        f"{_within(errors['alone'], 0.2)} from the catalogue alone are within 20 %; "
-        f"{_within(errors['calibrated'], 0.1)} after calibration are within 10 %."
+        f"{within(errors['alone'], 0.2)} from the catalogue alone are within 20 %; "
+        f"{within(errors['calibrated'], 0.1)} after calibration are within 10 %."
     )
     yield ""
     yield TORCH
@@ -98,24 +107,27 @@ def _of_the_process(rows: Sequence[PublishedRow], predicted: Mapping[PublishedRo
     )
 
 
-def _cell(seconds: float) -> str:
+def seconds_cell(seconds: float) -> str:
+    """Return what a cell of the page has."""
     return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.4f}"
 
 
-def _within(errors: Sequence[float], limit: float) -> str:
+def within(errors: Sequence[float], limit: float) -> str:
+    """Return how many of the relative errors are within the limit."""
     return f"{sum(abs(each) <= limit for each in errors)} of {len(errors)} rows"
 
 
-def _predicted(model: RecordedModel, row: PublishedRow) -> float:
-    """Return the seconds of a row: its steps, encoders in eager code, and decoding at costs of its own; or a phase."""
+def predicted_seconds(model: RecordedModel, row: PublishedRow) -> float:
+    """Return the seconds of a row: its steps, and encoders in eager code and decoding, of one rank; or of a phase."""
     machine = with_fp8(Machine.parse(row.device))
     if row.phase:
         return model.forecast(Plan(), machine, row.steps, row.costs).phases[row.phase].seconds
-    costs = {"": row.costs, ENCODE: ASSUMED, DECODE: row.decoding}
-    found = {
-        name: model.forecast(Plan(), machine, row.steps, replace(each, scale=row.costs.scale))
-        for name, each in costs.items()
-    }
-    whole = found.pop("")
-    around = {name: each.phases[name].seconds for name, each in found.items() if name in whole.phases}
-    return whole.seconds + sum(seconds - whole.phases[name].seconds for name, seconds in around.items())
+    seconds = _seconds_of_steps(model.forecast(Plan.parse(row.plan), machine, row.steps, row.costs))
+    for name, costs in ((ENCODE, ASSUMED), (DECODE, row.decoding)):
+        found = model.forecast(Plan(), machine, row.steps, replace(costs, scale=row.costs.scale))
+        seconds += found.phases[name].seconds if name in found.phases else 0.0
+    return seconds
+
+
+def _seconds_of_steps(found: Forecast) -> float:
+    return found.seconds - sum(found.phases[name].seconds for name in (ENCODE, DECODE) if name in found.phases)

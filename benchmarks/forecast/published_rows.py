@@ -1,4 +1,4 @@
-"""Published times of calls on one device, with what is known of their software."""
+"""Published times of calls on one device, with what is known of their software; the form of those on several."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from patchpar.plan.replay.price import ASSUMED, BLOCKS_COMPILED, COMPILED, CostA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """Seconds of so many steps on one device, with such `costs`. `note`: what is in it beside them.
+    """Seconds of so many steps on a device, or on a machine under a `plan`, with such `costs`.
 
-    `decoding`: costs of the VAE, which not all compile with the denoiser. `phase`: of the call that is meant alone.
+    `note`: what is in it beside steps. `decoding`: costs of the VAE, which not all compile with the denoiser. `phase`:
+    of the call that is meant alone.
     """
 
     what: str
@@ -28,6 +29,7 @@ class PublishedRow:
     decoding: CostAssumptions = ASSUMED
     phase: str = ""
     note: str = ""
+    plan: str = "single"
 
 
 MODELS = {

@@ -125,10 +125,15 @@ def _text(phase: PhaseForecast) -> str:
 
 def readable_seconds(seconds: float) -> str:
     """Return seconds for people."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{_number(seconds)} s" if seconds >= 1 else f"{_number(1e3 * seconds)} ms"
 
 
 def megabytes(sent: Mapping[str, int]) -> str:
     """Return bytes by kind for people."""
-    kinds = ", ".join(f"{kind} {size / 1e6:.3g}" for kind, size in sent.items())
-    return f"{sum(sent.values()) / 1e6:.3g} MB{f' ({kinds})' if kinds else ''}"
+    kinds = ", ".join(f"{kind} {_number(size / 1e6)}" for kind, size in sent.items())
+    return f"{_number(sum(sent.values()) / 1e6)} MB{f' ({kinds})' if kinds else ''}"
+
+
+def _number(value: float) -> str:
+    """Return three digits, or all of a whole number: no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.forecast import measured, published, published_rows
+from benchmarks.forecast import measured, published, published_plans, published_rows
 from benchmarks.forecast.fp8 import Fp8Linear, with_fp8
 from benchmarks.forecast.models import before_torch_2_9
 from benchmarks.page import write_page
@@ -130,8 +130,41 @@ def test_rows_are_calibrated_by_the_longest_of_the_same_device_and_software() ->
     assert calibrated([row, replace(longer, device="H100")]) == ["", ""]
 
 
-def test_every_model_of_the_rows_is_published() -> None:
-    assert {each.model for each in published_rows.ROWS} == set(published_rows.MODELS)
+@pytest.mark.parametrize("module", [published_rows, published_plans])
+def test_every_model_of_the_rows_is_published(module: Any) -> None:
+    assert {each.model for each in module.ROWS} == set(module.MODELS)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A model whose steps are divided by a plan, and whose decoding takes five seconds on one rank and one on two."""
+
+    kernels: float
+
+    def forecast(self, plan: Plan, machine: Any, steps: int, assumed: CostAssumptions) -> Any:
+        decode = Part(seconds=1.0 if plan.patch > 1 else 5.0)
+
+        @dataclass(frozen=True, slots=True)
+        class Whole:
+            seconds: float
+            phases: dict[str, Part]
+
+        return Whole(seconds=steps * self.kernels / plan.patch + decode.seconds, phases={"decode": decode})
+
+
+def test_rows_of_several_devices_decode_on_one_and_are_beside_that_of_one_device() -> None:
+    """Of two rows that are not held up one is within a fifth; one that waits for Python is counted apart."""
+    one = replace(published_plans.ROWS[0], model="flux", steps=10, seconds=15.0, note="")
+    two = replace(one, plan="patch=2", seconds=20.0)
+    slow = replace(two, seconds=40.0, note=published_plans.BY_PYTHON)
+    models: Any = {"flux": Decoded(1.0)}
+    *table, _, summary = published_plans.lines(models, [one, two, slow])
+    cells = [[cell.strip() for cell in line.split("|")[4:9]] for line in table[-3:]]
+    assert cells[0] == ["15.00", "15.00", "+0%", "", ""]
+    assert cells[1] == ["20.00", "10.00", "-50%", "0.75x", "1.50x"]
+    assert cells[2] == ["40.00", "10.00", "-75%", "0.38x", "1.50x"]
+    assert "Python 1 of 2 rows are within 20 %, half of them within 25%; of their speed-ups 0 of 1 rows" in summary
+    assert summary.endswith("Of those that wait, 0 of 1 rows are.")
 
 
 def test_a_phase_is_predicted_alone() -> None:

@@ -11,6 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from patchpar.cli.simulate import megabytes, readable_seconds
 from patchpar.pipeline.planner.simulate import simulate as predicted
 from tests.breadth import first_of
 from tests.tiny import build
@@ -109,3 +110,13 @@ def test_plan_refuses_a_machine_that_cannot_be() -> None:
     answer = run("embedded", "--machine", "2xH10O", verb="plan")
     assert answer.exit_code == 2
     assert "the nearest is H100" in answer.stderr
+
+
+def test_large_figures_have_no_exponent() -> None:
+    assert megabytes({"heads": 1_210_000_000, "tokens": 393_000}) == "1,210 MB (heads 1,210, tokens 0.393)"
+    assert [readable_seconds(each) for each in (1904.08, 2.345, 0.12345, 0.0012)] == [
+        "1,904 s",
+        "2.35 s",
+        "123 ms",
+        "1.2 ms",
+    ]

@@ -180,6 +180,25 @@ def test_frames_of_a_vae_see_those_before_them_in_bands_of_several_sizes() -> No
     assert [attentions(each) for each in decoding] == [3] * 3
 
 
+@pytest.mark.parametrize(
+    ("strategy", "parts"),
+    [("exact:attention=ring", 2), ("exact:overlap=true", 2), ("exact:ulysses=2", 1)],
+    ids=["ring", "overlap", "ulysses"],
+)
+def test_attention_in_parts_is_in_the_dtype_of_the_model_on_gpus(strategy: str, parts: int) -> None:
+    """Workers on CPUs compute parts in fp32. The two ranks have about half of the FLOPs each."""
+    pipe, plan = tiny.build("sd3").pipe.to(torch.bfloat16), Plan.parse(f"patch=2,strategy={strategy}")
+    counted = {}
+    for each in (Plan(), plan):
+        recording = Recording(pipe, each, call_of("sd3", 1), RecordOptions(joined=True, steps=1))
+        tape = steps_of(recording.of_rank(0).tape)["step 0"]
+        counted[each] = [entry for entry in tape if isinstance(entry, Operator) and entry.name == "attention"]
+    whole, found = counted[Plan()], counted[plan]
+    assert {entry.dtype for entry in found} == {"bfloat16"}
+    assert len(found) == parts * len(whole)
+    assert 2 * sum(entry.flops for entry in found) == pytest.approx(sum(entry.flops for entry in whole), rel=0.02)
+
+
 def test_what_one_operation_gathers_is_there_together() -> None:
     """Messages apart are waited for one by one, so that what has come can be used while the others are on their way."""
     incoming = [Incoming(peer, (TensorSpec((4,), torch.float32),)) for peer in (1, 2)]

@@ -21,6 +21,7 @@ class Sent(NamedTuple):
     number: int
     num_bytes: int
     bulk: bool
+    operation: int
 
 
 Key = tuple[int, int, int]
@@ -52,7 +53,9 @@ def _run(rank: int, tape: Tape, arrivals: dict[Key, float], come: Come) -> tuple
             host += entry.host
         elif isinstance(entry, Send):
             for index, peer in enumerate(entry.peers):
-                message = Sent(clock, rank, number, index, rank, peer, entry.number, entry.num_bytes, entry.bulk)
+                message = Sent(
+                    clock, rank, number, index, rank, peer, entry.number, entry.num_bytes, entry.bulk, entry.operation
+                )
                 sent.append((message, bool(entry.operation)))
                 operations.setdefault(entry.operation, []).append((entry.number, rank, peer))
         elif isinstance(entry, Receive):
@@ -92,6 +95,6 @@ def _delivered(messages: Sequence[Sent], topology: Topology) -> dict[Key, float]
                 for held_up, more in zip(list(bulk), both, strict=True):
                     bulk[held_up] += more
                     found[held_up] = max(found[held_up], bulk[held_up] + latency[held_up])
-            start, end = max(start, begins + seconds - longest), max(end, ends)
+            start, end = start if each.operation else max(start, begins + seconds - longest), max(end, ends)
         found[key] = end + route.latency
     return found

@@ -57,6 +57,27 @@ def test_a_late_rank_of_three_holds_up_those_that_wait_for_it() -> None:
     assert replay(tapes, equal_ports(RATE)).ends == (6.0, 7.0, 7.0)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_an_operation_of_all_ranks_takes_what_the_busiest_port_does(ranks: int) -> None:
+    """NCCL sends to the next rank first, then to the one after it: no port waits. Apart, messages wait for others."""
+
+    def tapes(operation: int) -> list[Tape]:
+        others = [[peer for peer in range(ranks) if peer != rank] for rank in range(ranks)]
+        return [
+            (
+                *(Send(0, (peer,), "kv", 100, operation=operation) for peer in peers),
+                *(Receive(0, peer) for peer in peers),
+                *(Wait(0, peer, 100) for peer in peers),
+                Leave(operation),
+            )
+            for peers in others
+        ]
+
+    assert replay(tapes(1), equal_ports(RATE)).ends == (ranks - 1.0,) * ranks
+    apart = replay([tape[:-1] for tape in tapes(0)], equal_ports(RATE)).seconds
+    assert apart > ranks - 1 or ranks == 2
+
+
 @pytest.mark.parametrize("absent", ["receiver", "sender"])
 def test_an_operation_that_one_side_never_comes_to_is_a_deadlock(absent: str) -> None:
     send, receive = Send(3, (1,), "kv", 8, "up.0", operation=1), Receive(3, 0, "up.0")

@@ -145,7 +145,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def _count(self, name: str, flops: int, tensors: Sequence[Tensor]) -> None:
         """Count a kernel that reads and writes `tensors`, of any shape; the last is its result."""
         num_bytes = sum(min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in tensors)
-        dtype = str(tensors[0 if name == SCALED else -1].dtype).removeprefix("torch.") if tensors else ""
+        dtype = str(tensors[0 if name in (SCALED, "attention") else -1].dtype).removeprefix("torch.") if tensors else ""
         operator = Operator(name, dtype, flops, num_bytes, _dims_of(name, flops, tensors))
         in_layout = name == CONVOLUTION and has_channels_last(tensors[-1])
         buffers = buffer_bytes(operator, tensors[-1].element_size(), in_layout=in_layout) if flops else 0

@@ -22,6 +22,8 @@ NETWORKS = {"eth": 80e-6, "ib": 30e-6}
 """Latency of a message between hosts, in seconds, by the name of the network: TCP, and RDMA."""
 PUBLISHED_OFF = (-0.34, 0.12)
 """The least and the largest relative error of predictions for one device, in docs/figures/forecast."""
+PUBLISHED_OFF_OF_SEVERAL = (-0.34, 0.67)
+"""The same for several devices, of calls that do not wait for Python."""
 LINE_FRACTION = 0.9
 NVLINK_FRACTION, NVLINK_LATENCY = 0.7, 20e-6
 PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
@@ -150,11 +152,10 @@ class Machine:
         if self.network:
             latency = 1e6 * NETWORKS[self.network.rstrip("0123456789")]
             yield f"{self.network}: {LINE_FRACTION:.0%} of its rate, {latency:.0f} µs per message"
-        low, high = (1 + each for each in PUBLISHED_OFF)
-        yield (
-            f"range: predicted times of one device were {low:.2f} to {high:.2f} times published ones; those "
-            "of several devices have not been compared"
+        one, several = (
+            " to ".join(f"{1 + each:.2f}" for each in off) for off in (PUBLISHED_OFF, PUBLISHED_OFF_OF_SEVERAL)
         )
+        yield f"range: predicted times were {one} times published ones of one device, {several} times those of several"
 
     def __str__(self) -> str:
         kinds = groupby(self.device_at(number).name for number in range(self.devices_per_host))

@@ -3,8 +3,10 @@
 The rank whose clock is least runs its next entry. A kernel takes its seconds, and begins no earlier than the process
 has launched it. A message leaves when it is sent, or, in an operation of several ranks, when its receiver has come too.
 It takes every resource of its route from when it is free, for bytes / rate, and arrives a latency after the last has
-passed it. Through resources that are faster than the slowest of the route, other messages pass at the same time. A wait
-sets the clock to the arrival; without one the rank sleeps until the message leaves.
+passed it. Messages that a rank sends itself take them one after the other. Those of an operation take all at once: NCCL
+sends to no rank that another one sends to, so that all ranks take what the busiest port does. Through resources that
+are faster than the slowest of the route, other messages pass at the same time. A wait sets the clock to the arrival;
+without one the rank sleeps until the message leaves.
 
 Messages that are not bulk queue behind each other only. While bulk is there too, each of both has half of the rate.
 """
@@ -214,7 +216,9 @@ class _Replay:
                 start, over = queue.beside_bulk(at, seconds)
                 for held_up, each in queue.bulk.items():
                     self._arrivals[held_up] = max(self._arrivals[held_up], each.end + each.latency)
-            at, end = max(at, start + seconds - slowest), max(end, over)
+            end = max(end, over)
+            if not entry.operation:
+                at = max(at, start + seconds - slowest)
         return end + route.latency
 
     def _is_over(self, rank: int, entry: Wait | Leave) -> bool:

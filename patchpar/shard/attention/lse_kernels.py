@@ -2,6 +2,7 @@
 
     device    kernel               takes
     cpu       flash for CPUs       every dtype; masks; also of tensors without values, on "meta"
+    meta      of a GPU             the same without values, recorded for GPUs: half precision is not computed in fp32
     cuda      cuDNN                fp16, bf16; no mask; heads up to 128 wide; not a single key; where torch takes it
               flash                fp16, bf16; no mask; heads up to 256 wide; from compute capability 8.0 on
               memory-efficient     fp32, fp16, bf16 (from 8.0 on); masks; also all that ROCm, "cuda" by name, takes
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.launch.accelerators import CUDA, cuda_capability
 from patchpar.shard.precision import wide
 
@@ -94,6 +96,8 @@ def attend_with_lse(
 
     `bias` is added to the logits and broadcasts to [B, N, l, k]; it is never stored at that size.
     """
+    if q_BNlD.is_meta and is_fused(q_BNlD):
+        return attend_by(WITHOUT_VALUES, q_BNlD, k_BMkD, v_BMkE, bias, scale)
     widths, processor = (q_BNlD.shape[3], v_BMkE.shape[3]), processor_of(q_BNlD.device)
     kernel = kernel_for(processor, q_BNlD.dtype, widths, keys=k_BMkD.shape[2], masked=bias is not None)
     return attend_by(kernel or WRITTEN_OUT, q_BNlD, k_BMkD, v_BMkE, bias, scale)
@@ -138,11 +142,19 @@ def _whole_size(bias: Tensor, q_BNlD: Tensor, k_BNkD: Tensor) -> Tensor:
 
 def _on_cpu(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Half precision in fp32, as fast on a CPU: parts that are merged would each be rounded by the kernel besides."""
-    mask = None if bias is None else wide(_whole_size(bias, q_BNlD, k_BNkD))
+    bias = None if bias is None else wide(bias)
+    out_BNlE, lse_BNl = _flash_for_cpus(wide(q_BNlD), wide(k_BNkD), wide(v_BNkE), bias, scale)
+    return out_BNlE.to(q_BNlD.dtype), lse_BNl
+
+
+def _flash_for_cpus(
+    q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    mask = None if bias is None else _whole_size(bias, q_BNlD, k_BNkD)
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        wide(q_BNlD), wide(k_BNkD), wide(v_BNkE), attn_mask=mask, scale=scale
+        q_BNlD, k_BNkD, v_BNkE, attn_mask=mask, scale=scale
     )
-    return found[0].to(q_BNlD.dtype), found[1]
+    return found[0], found[1]
 
 
 def _cudnn(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -184,6 +196,7 @@ def _written_out(
 
 
 ON_CPU = LseKernel("flash for CPUs", _on_cpu)
+WITHOUT_VALUES = LseKernel("of a GPU, without values", _flash_for_cpus)
 CUDNN = LseKernel("cudnn", _cudnn, reuses_keys=True, multiple=HEAD_MULTIPLE)
 FLASH = LseKernel("flash", _flash, reuses_keys=True, multiple=HEAD_MULTIPLE)
 EFFICIENT = LseKernel("memory-efficient", _efficient, multiple=HEAD_MULTIPLE)
