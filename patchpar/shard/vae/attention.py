@@ -83,7 +83,7 @@ def _keys_by_rank(band: VaeBand, shared: ShardedQKV) -> list[tuple[Tensor, ...]]
 def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
     """Return which frames a frame sees [F, F], the same for all tokens of a frame. Raises UnsupportedModel.
 
-    On the meta device, where a mask has no values, those before it, of the latent that is decoded.
+    On the meta device, where a mask has no values, those before it.
     """
     if mask.is_meta:
         return torch.ones(band.frames, band.frames, dtype=torch.bool, device="cpu").tril()

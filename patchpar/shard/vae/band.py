@@ -34,7 +34,7 @@ class NeighbourRows(NamedTuple):
 class VaeBand:
     """One rank's run of a VAE. `where`: the current layer. `feeds`: whether a group norm's edge rows are used.
 
-    `frames`: of the input, which are those of a mask whose values are not known.
+    `frames`: of the map convolved last, which are those of a mask whose values are not known.
 
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """

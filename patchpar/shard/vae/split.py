@@ -118,7 +118,7 @@ class SplitMethod:
         dim = longer_dim(x)
         bands = split_bands(x.shape[dim], self.axis.size, self._unit)
         patch = LocalPatch(self.comm, self.axis, bands=bands, dim=dim)
-        band = VaeBand(patch, self.feeds, self.exchanging, x.shape[2] if x.ndim == 5 else 1)
+        band = VaeBand(patch, self.feeds, self.exchanging)
         own = x.narrow(dim, bands.starts[group_rank], bands.size(group_rank)).contiguous()
         with in_band(self.vae, band):
             output = call.on(own)
