@@ -55,12 +55,13 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
     from benchmarks.weights.model import save_model
 
     save_model(folder, heads=options.heads, double=options.double, single=options.single, dtype=torch.bfloat16)
+    dtypes = options.dtype or list(DTYPES)
     weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
     lines = [
         "# Weights: memory and loading",
         "",
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
-        f"{64 * options.heads}), W = {_mb(weights)} in bfloat16 and in float16, on CPU workers with one thread each. "
+        f"{64 * options.heads}), W = {_mb(weights)} in {' and in '.join(dtypes)}, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before, with its part of shards that the "
         "others read where they lie: the most of all ranks. Limit: the "
         f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
@@ -70,7 +71,7 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         "cores. `python -m benchmarks.weights`",
     ]
     for ranks in options.ranks:
-        for dtype in options.dtype or DTYPES:
+        for dtype in dtypes:
             of_torch = getattr(torch, dtype)
             memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in options.kind or KINDS}
             seconds = load_seconds(str(folder), ranks, of_torch, options.runs) if options.runs else {}

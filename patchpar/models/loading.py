@@ -52,8 +52,12 @@ def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = Diffusi
     """
     folder = Path(model) if Path(model).is_dir() else _fetched(model, options, kind)
     refuse_code(folder, options)
-    for part in ModelIndex.read(folder).parts:
+    index = ModelIndex.read(folder)
+    for part in index.parts:
         refuse_other_weights(folder / part.name)
+    named = getattr(diffusers, str(index.pipeline), None)
+    if kind is DiffusionPipeline and isinstance(named, type) and issubclass(named, kind):
+        kind = named  # else components of the folder replace given ones that the class may lack, as Wan's transformers
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # torch.manual_seed would seed those of all GPUs too

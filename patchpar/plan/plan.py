@@ -235,9 +235,9 @@ class Plan:
         """Raise PlanError unless the plan takes exactly `count` devices."""
         if self.world_size != count:
             product = " x ".join(f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1)
+            devices = f"{self.world_size} device{'s' * (self.world_size > 1)}"
             raise PlanError(
-                f"plan {product or SINGLE} takes {self.world_size} device{'s' * (self.world_size > 1)}, but there are "
-                f"{count}: change a degree, or use devices={self.world_size}"
+                f"plan {product or SINGLE} takes {devices}, but there are {count}: change a degree, or use {devices}"
             )
 
     def __str__(self) -> str:

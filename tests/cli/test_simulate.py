@@ -46,7 +46,8 @@ def test_seconds_bytes_and_memory_as_json(tmp_path: Path) -> None:
     ("words", "text"),
     [
         (("embedded", "--machine", "2xH10O"), "the nearest is H100"),
-        (("embedded", "--machine", "2xH100", "--plan", "patch=4"), "takes 4 devices, but there are 2"),
+        (("embedded", "--machine", "locl"), "'locl' cannot be read, the nearest is local"),
+        (("embedded", "--machine", "2xH100", "--plan", "patch=4"), "there are 2: change a degree, or use 4 devices"),
         (("embedded", "--machine", "2xH100", "--plan", ""), "--plan is empty"),
         (
             ("embedded", "--machine", "2xH100", "--plan", "patch=2,strategy=structure"),

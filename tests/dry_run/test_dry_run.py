@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models import modeling_utils
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import T5Config, T5EncoderModel
@@ -74,6 +75,21 @@ def test_an_empty_pipeline_is_that_of_its_folder() -> None:
             assert {x.device.type for x in empty.components[name].parameters()} == {"meta"}
             assert weight_bytes(empty.components[name]) == weight_bytes(network)
     assert empty.scheduler.config == loaded.scheduler.config
+
+
+@pytest.mark.parametrize("name", first_of([*BUILDERS], "wan"))
+def test_no_weights_are_loaded_also_of_networks_that_a_pipeline_may_lack(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as Wan's, which has one transformer or two: diffusers looks for them in the folder although it has them."""
+    warnings = list[str]()
+    monkeypatch.setattr(modeling_utils.logger, "warning", warnings.append)
+    build(name).pipe.save_pretrained(tmp_path)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()
+    networks = [each for each in empty_pipeline(tmp_path, {}).components.values() if isinstance(each, nn.Module)]
+    assert {x.device.type for network in networks for x in network.parameters()} == {"meta"}
+    assert not warnings, "of layers that are kept in float32, which they are"
 
 
 def test_steps_that_the_call_leaves_out() -> None:

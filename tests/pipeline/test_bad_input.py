@@ -57,7 +57,7 @@ def says(*words: str) -> str:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"devices": "cpu:3", "plan": "cfg=2,patch=2"}, ["cfg=2 x patch=2", "4 devices", "there are 3", "devices=4"]),
+        ({"devices": "cpu:3", "plan": "cfg=2,patch=2"}, ["cfg=2 x patch=2", "there are 3", "use 4 devices"]),
         ({"devices": 2, "plan": Plan(patch=3)}, ["takes 3", "there are 2"]),
         ({"plan": "rows=2"}, ["'rows'", "data, cfg, stage, patch, tensor"]),
         ({"plan": "cfg"}, ["'cfg'", "axis=degree"]),

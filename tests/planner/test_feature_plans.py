@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,6 +59,16 @@ def test_a_wide_model_is_searched_in_a_narrow_one(name: str, linear: str, counte
     assert query.runs == (((0, width // 2),), ((width // 2, width),))
     heads = {count.values for block in found.blocks for count in block.counts if count.name == "heads"}
     assert heads == {(6, 6)} or not (heads or counted)
+
+
+def test_lists_of_a_configuration_in_a_file_are_no_widths(tmp_path: Path) -> None:
+    """Of a model that is loaded from its folder, entries are lists that are tuples in a model made here."""
+    built = tiny.build("flux")
+    built.denoiser.save_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert any(isinstance(value, list) for value in config.values())
+    built.denoiser.register_to_config(**{name: value for name, value in config.items() if name[0] != "_"})
+    assert len(list(narrow_configs(built.denoiser, 2))) == 6
 
 
 def test_features_that_cannot_be_shared_are_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,33 @@ def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:
     apart, joined = (recorded("sd3", "patch=2", 1, 1, joined=joined)[0] for joined in (False, True))
     assert bytes_sent(apart.tape) == bytes_sent(joined.tape)
     assert attentions(joined) < attentions(apart)
+
+
+@pytest.mark.parametrize("plan", ["patch=3", "patch=3,strategy=fresh-edges"])
+def test_ranks_on_gpus_gather_as_many_tokens_as_each_has(plan: str) -> None:
+    """From buffers as long as those of the rank with most: of a text whose tokens three ranks cannot share evenly."""
+    apart, joined = (recorded("sd3", plan, steps=2, joined=joined) for joined in (False, True))
+    assert unequal_pairs([each.tape for each in joined]) == []
+    assert [bytes_sent(each.tape) for each in apart] == [bytes_sent(each.tape) for each in joined]
+
+
+def test_a_rank_recorded_after_others_makes_the_same_calls_for_texts_of_two_lengths() -> None:
+    """Nothing is left to be found in the first call with the other length, of which real ranks make one more."""
+    first, second = recorded("qwen", "patch=2", steps=2)
+    assert unequal_pairs([first.tape, second.tape]) == []
+    calls = [sum(isinstance(each, Operator) for each in rank.tape) for rank in (first, second)]
+    assert calls[0] == pytest.approx(calls[1], rel=0.05)
+
+
+def test_frames_of_a_vae_see_those_before_them_in_bands_of_several_sizes() -> None:
+    """A mask of values that are not there says which. Each frame is one attention, to the keys of all ranks."""
+    pipe, plan = tiny.build("hunyuan_video").pipe, Plan.parse("patch=3")
+    pipe.vae.tile_sample_min_num_frames = pipe.vae.tile_sample_stride_num_frames = 4  # two, two and one of three
+    recording = Recording(pipe, plan, call_of("hunyuan_video", 1))
+    ranks = [recording.of_rank(rank) for rank in range(3)]
+    assert unequal_pairs([each.tape for each in ranks]) == []
+    decoding = [replace(each, tape=steps_of(each.tape)["decode"]) for each in ranks]
+    assert [attentions(each) for each in decoding] == [5] * 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Weights that no file of a model has: random numbers are the same on every rank, and what has no values is refused."""
+"""Weights that no file of a model has: random numbers are the same on every rank, and what has no values is refused.
+
+Those of a network that is given are not looked for.
+"""
 
 from pathlib import Path
 
@@ -9,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from patchpar.models.loading import load_pipeline
+from tests import tiny
 
 OPTIONS = {"variant": "fp16"}
 
@@ -50,3 +54,12 @@ def test_a_network_without_values_is_refused(tmp_path: Path) -> None:
         PlanError, match=r"unet of .* has no values for 1 of its weights \(add_embedding.linear_2.weight"
     ):
         load_pipeline(str(folder), OPTIONS)
+
+
+def test_a_network_that_is_given_is_not_loaded(tmp_path: Path) -> None:
+    """Also one that the pipeline's class may lack, as Wan's transformers."""
+    given = tiny.build("wan").pipe
+    given.save_pretrained(tmp_path)
+    for file in (tmp_path / "transformer").glob("*.safetensors"):
+        file.unlink()
+    assert load_pipeline(str(tmp_path), {"transformer": given.transformer}).transformer is given.transformer

@@ -89,7 +89,7 @@ def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.
     except MALFORMED as error:
         raise PlanError(f"{folder} cannot be read by {part.library}: {type(error).__name__}: {error}") from error
     wide = _kept_in_float32(network, dtype)
-    for name, parameter in network.to(dtype).named_parameters():
+    for name, parameter in nn.Module.to(network, dtype).named_parameters():  # theirs warns
         if wide.intersection(name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
     return network.eval()

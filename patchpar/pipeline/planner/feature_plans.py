@@ -85,7 +85,8 @@ def narrow_configs(denoiser: Any, size: int) -> Iterator[dict[str, Any]]:
     layers = {name: min(value, LAYERS) for name, value in config.items() if _counts_layers(name) and _is_many(value)}
     if common and common % size == 0:
         fewer = {name: value * size // common for name, value in heads.items()}
-        widths = {name: value * size // common for name, value in config.items() if value in _widths(config, heads)}
+        every = _widths(config, heads)
+        widths = {name: value * size // common for name, value in config.items() if _is_many(value) and value in every}
         for shorter in (layers, {}):
             yield {**config, **widths, **fewer, **shorter}
             yield {**config, **fewer, **shorter}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, moments_part
+from patchpar.comm.exchange_part import ExchangePart, ExchangeScope, Halo, MomentRows, Received, moments_part
 from patchpar.comm.layouts import EdgeLayout
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.message import T
@@ -23,8 +23,6 @@ from patchpar.plan.mesh import Axis
 Bytes = Mapping[int, Mapping[str, int]]
 """Of a message to each rank, by kind."""
 DEADLINE = 60.0
-MOST_PADDING = 64
-"""Bytes by which an aligned message is longer than its tensors."""
 
 
 class RecordingTransport:
@@ -72,8 +70,12 @@ class RecordingTransport:
         """Note a part for each other rank; where kinds are known, these bytes, without those that align them."""
         for rank, size in zip(ranks, parts.sizes, strict=True):
             if rank != self.rank and size and (rank in self._by_kind or not self._by_kind):
-                known = self._by_kind.get(rank, {})
-                self.note(rank, sum(known.values()) if known else size * parts.buffer.dtype.itemsize, where, bulk=bulk)
+                self.note_own(rank, size * parts.buffer.dtype.itemsize, where, bulk=bulk)
+
+    def note_own(self, peer: int, num_bytes: int, where: str, *, bulk: bool) -> None:
+        """Note one message to a peer: the bytes of its kinds where they are known, without those that align them."""
+        known = self._by_kind.get(peer)
+        self.note(peer, sum(known.values()) if known else num_bytes, where, bulk=bulk)
 
     def note(self, peer: int, num_bytes: int, where: str, *, bulk: bool) -> None:
         """Note one message. Raises AssertionError if its kinds do not add up to its bytes."""
@@ -136,11 +138,8 @@ class RecordingCollectives:
         return self._transport.expected(incoming, where)
 
     def _note_own(self, own: Tensor, incoming: Sequence[Incoming], where: str, *, bulk: bool) -> None:
-        own_bytes = own.numel() * own.element_size()
         for message in incoming:
-            # With parts in a ratio a rank sends other bytes than it gets; else own ones are aligned.
-            is_alike = 0 <= own_bytes - message.num_bytes < MOST_PADDING
-            self._transport.note(message.peer, message.num_bytes if is_alike else own_bytes, where, bulk=bulk)
+            self._transport.note_own(message.peer, own.numel() * own.element_size(), where, bulk=bulk)
 
     def all_to_all(
         self,
@@ -230,6 +229,16 @@ class RecordingCommunicator(Communicator):
         super().__init__(transport)
         self.only_kind: str | None = None
         self._by_kind: Bytes = {}
+
+    def start(
+        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], scope: ExchangeScope
+    ) -> Work[Messages]:
+        """See `Communicator`."""
+        if scope.to_all:  # from a buffer that is as long as that of the rank which sends most
+            self._by_kind = {
+                peer: {kind: message.num_bytes // len(message.peers)} for message in outgoing for peer in message.peers
+            }
+        return super().start(kind, where, outgoing, incoming, scope)
 
     def exchange(
         self,

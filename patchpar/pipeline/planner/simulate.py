@@ -5,6 +5,7 @@ simulate("./flux", "8xH100-nvlink", "patch=8", height=1024, width=1024).step.sec
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,10 @@ def machine_of(text: str) -> Machine | MeasuredMachine:
     Raises PlanError for a name that cannot be read, and for devices that were not measured.
     """
     name, _, devices = text.strip().partition(":")
+    if name != LOCAL and get_close_matches(name.lower(), [LOCAL], cutoff=0.75):
+        raise PlanError(
+            f"machine {text!r} cannot be read, the nearest is {LOCAL}: this machine, as tune has measured it"
+        )
     if name != LOCAL:
         return Machine.parse(text)
     return KeptMachines.in_home().of(resolve_devices(devices or "auto").names)

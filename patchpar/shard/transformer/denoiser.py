@@ -191,7 +191,7 @@ class TokenDenoiser(SharedDenoiser):
         try:
             if self._shard is None:
                 self._take_up(before or self._search.find(forward, call))
-            self._check_or_extend(forward, call, known=before is not None)
+            self._check_or_extend(forward, call, known=before is not None and not self._search.is_of_all_calls)
         except Exception as error:  # the same on all ranks
             watched_now = before is None and not self._search.second_hand
             if watched_now or not is_of_the_split(error):

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class GivenPlan:
     """Answers a search with a plan that is known, for calls without values, in which nothing can be found."""
 
-    second_hand = False
+    second_hand, is_of_all_calls = False, True
 
     def __init__(self, plan: TokenPlan) -> None:
         self._plan = plan
@@ -56,6 +56,8 @@ class PlanSearch:
     Without `verifications` plans are neither cached nor taken from the package, since they would not be verified.
     `second_hand`: whether the plan was cached or shipped.
     """
+
+    is_of_all_calls = False
 
     def __init__(self, denoiser: nn.Module, mesh: AxisComm, verifications: VerificationCache | None) -> None:
         self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications

@@ -81,7 +81,12 @@ def _keys_by_rank(band: VaeBand, shared: ShardedQKV) -> list[tuple[Tensor, ...]]
 
 
 def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
-    """Return which frames a frame sees [F, F], the same for all tokens of a frame. Raises UnsupportedModel."""
+    """Return which frames a frame sees [F, F], the same for all tokens of a frame. Raises UnsupportedModel.
+
+    On the meta device, where a mask has no values, those before it.
+    """
+    if mask.is_meta:
+        return torch.ones(band.frames, band.frames, dtype=torch.bool, device="cpu").tril()
     seen = mask if mask.dtype == torch.bool else mask == 0
     seen = seen.reshape(-1, tokens, tokens)[0] if seen.shape[-2:] == (tokens, tokens) else seen.new_zeros(1, 1)
     pixels = int(seen[0].sum())  # the first frame sees itself alone

@@ -34,12 +34,15 @@ class NeighbourRows(NamedTuple):
 class VaeBand:
     """One rank's run of a VAE. `where`: the current layer. `feeds`: whether a group norm's edge rows are used.
 
+    `frames`: of the map convolved last, which are those of a mask whose values are not known.
+
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
     patch: LocalPatch
     feeds: dict[str, bool] = field(default_factory=dict)
     exchanging: bool = True
+    frames: int = 1
     where: str = ""
     _beyond: NeighbourRows | None = None
 

@@ -31,6 +31,13 @@ def convolve(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *arg
 
     input [B, C, ..., h, W], weight [K, C / groups, ..., s, t], bias [K]; the output has K channels.
     """
+    y = _convolve(band, function, input, *args, **kwargs)
+    if y.ndim == 5:
+        band.frames = y.shape[2]
+    return y
+
+
+def _convolve(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     conv = ConvolutionArguments.of(*args, **kwargs)
     if conv.kernel_size[band.dim] == 1:
         band.settle([input])
