@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from patchpar.comm.exchange_part import Halo
 from patchpar.shard.unet.layers import (
@@ -17,6 +18,8 @@ from patchpar.shard.unet.layers import (
     mend_borders,
     stencil_of,
 )
+from patchpar.shard.unet.one_column import convolution
+from tests.tensors import relative
 from tests.unit.parts import with_halo
 
 SHAPES = {
@@ -106,6 +109,33 @@ def test_other_formats(dtype: torch.dtype) -> None:
     conv, x = conv.to(dtype), x.to(dtype)
     limit = 1e-2 if dtype == torch.bfloat16 else 1e-12
     torch.testing.assert_close(over_patches(mended, conv, x, (0, 14, 40), -2), conv(x), atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("way", "starts"), [(mended, (0, 20, 40)), (at_once, (0, 4, 6, 8))])
+@pytest.mark.parametrize("shape", ["3, stride 2", "5, stride 2", "7, stride 2"])
+def test_columns_with_a_stride_in_bfloat16(shape: str, way: Way, starts: Sequence[int], autocast: bool) -> None:
+    """Borders, and thin bands, have one column of results, which oneDNN gets wrong on CPUs with AMX."""
+    conv, x = case(shape, -1, starts[-1])
+    want = conv(x)
+    if not autocast:
+        conv, x = conv.to(torch.bfloat16), x.to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = over_patches(way, conv, x, starts, -1)
+    assert found.dtype == torch.bfloat16
+    assert relative(found.float(), want) <= 1e-2
+
+
+@pytest.mark.parametrize("columns", [2, 3, 4, 8])
+def test_a_convolution_with_rows_and_columns_exchanged(columns: int) -> None:
+    """Whatever the precision; for videos too."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 4, 3, 9, columns).half(), torch.randn(6, 2, 1, 3, 2).half(), torch.randn(6).half()
+    sizes = (1, 1, 2), (0, 1, 0), (1, 2, 1)
+    found = convolution(F.conv3d, x, weight, bias, sizes, 2)
+    want = F.conv3d(x.float(), weight.float(), bias.float(), *sizes, 2)
+    assert found.shape == want.shape
+    assert relative(found.float(), want) <= 1e-3
 
 
 def test_a_convolution_over_frames_and_pixels() -> None:

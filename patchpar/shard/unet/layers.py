@@ -19,6 +19,7 @@ from patchpar.plan.bands import Stencil
 from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
 from patchpar.shard.kernels.group_norm import normalise_groups
 from patchpar.shard.kernels.map_layout import dense
+from patchpar.shard.unet.one_column import convolution
 
 Conv = nn.Conv2d | nn.Conv3d
 Sizes = int | Sequence[int]
@@ -159,7 +160,7 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
 
     Weights stored in a smaller dtype (layerwise casting) are cast to that of `x`.
     """
-    padding = list(conv.padding)
+    padding = [int(each) for each in conv.padding]
     padding[dim] = 0
     weight, bias, dtype = conv.weight, conv.bias, x.dtype  # of a module each name costs a call
     function: Callable[..., Tensor] = F.conv2d if weight.ndim == 4 else F.conv3d
@@ -167,7 +168,7 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    return function(x, weight, bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
+    return convolution(function, x, weight, bias, (conv.stride, tuple(padding), conv.dilation), conv.groups)
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
