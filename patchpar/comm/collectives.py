@@ -32,7 +32,8 @@ from patchpar.comm.exchange_part import (
     outgoing_of,
     start_messages,
 )
-from patchpar.comm.layouts import EdgeLayout, KnownGather, all_to_all_layout, edge_layout, gather_layout
+from patchpar.comm.known_exchange import Known
+from patchpar.comm.layouts import EdgeLayout, all_to_all_layout, edge_layout, gather_layout
 from patchpar.comm.traffic import CommStats
 from patchpar.comm.transport import (
     Arrived,
@@ -71,8 +72,7 @@ class Communicator:
     ) -> Work[Messages]:
         """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError.
 
-        `axis`: every rank of it does so now, also one without messages, and each pair of ranks has at most one message
-        in each direction.
+        `axis`: every rank of it does so now, also one without messages, with at most one message of each to each.
         """
         return self.start(kind, where, outgoing, incoming, ExchangeScope(axis))
 
@@ -108,11 +108,11 @@ class Communicator:
         pending = self._start(kind, where, begin)
         return pending if into is not None else pending.then(layout.as_stacked)
 
-    def repeat_gather(self, known: KnownGather) -> Work[Any]:
-        """As `all_gather` of bulk into a buffer, where its tensors are known. The Work raises ExchangeError."""
-        self.traffic.book(known.kind, known.num_bytes, known.num_bytes)
+    def repeat(self, known: Known) -> Work[Any]:
+        """Start an exchange of bulk whose tensors are known. The Work raises ExchangeError."""
+        self.traffic.book(*known.booked)
         begin = partial(known.begin, self.transport, self._collectives[known.ranks])
-        return self._start(known.kind, known.where, begin)
+        return self._start(known.booked[0], known.where, begin)
 
     def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.

@@ -3,7 +3,6 @@
 Of exchanges that are one operation of all ranks of an axis, with one buffer that is sent and one that is received:
 
     GatherLayout    a tensor of each rank, of the same shape
-    KnownGather     the same, each time of the same tensors
     EdgeLayout      moments to all ranks and edge rows to the neighbours, as bytes
 """
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received
 from patchpar.comm.kernels.fused_op import is_fused
 from patchpar.comm.kernels.pack_tensors import MOST_TENSORS, write_pieces, write_pieces_eager
-from patchpar.comm.transport import Collectives, FlatParts, Incoming, Outgoing, TensorSpec, Transport, Work
-from patchpar.comm.transport.packing import LAYOUTS_KEPT, offset_of, row_of
+from patchpar.comm.transport import FlatParts, Incoming, TensorSpec
+from patchpar.comm.transport.packing import LAYOUTS_KEPT, row_of
 from patchpar.plan.mesh import Axis
 
 Specs = tuple[TensorSpec, ...]
@@ -51,41 +50,6 @@ def gather_layout(axis: Axis, shape: tuple[int, ...], dtype: torch.dtype) -> Gat
     stacked = (axis.size, *spec.shape)
     joined = (axis.size * spec.shape[0], *spec.shape[1:]) if spec.shape else stacked
     return GatherLayout(joined, stacked, incoming, len(incoming) * spec.num_bytes)
-
-
-class KnownGather(NamedTuple):
-    """A gather of `own` [N] of all ranks into `into` [P * N], each time of these tensors. `num_bytes`: sent, received.
-
-    `own_row`: where own values go, [N]; None where they are. Messages have buffers, `incoming` of one operation none.
-    """
-
-    kind: str
-    where: str
-    ranks: tuple[int, ...]
-    own: Tensor
-    into: Tensor
-    own_row: Tensor | None
-    num_bytes: int
-    incoming: tuple[Incoming, ...]
-    messages: tuple[tuple[Outgoing, ...], tuple[Incoming, ...]]
-
-    def begin(self, transport: Transport, collectives: Collectives | None) -> Work[Any]:
-        """Start it: by one operation, which puts own values in their place too, or by messages."""
-        if collectives is not None:
-            return collectives.all_gather(self.ranks, self.own, self.into, self.incoming, self.where, bulk=True)
-        pending = transport.send_recv(*self.messages, self.where)
-        if self.own_row is not None:
-            self.own_row.copy_(self.own)
-        return pending
-
-
-def known_gather(axis: Axis, kind: str, where: str, own: Tensor, into: Tensor) -> KnownGather:
-    """Return the gather of `own` [N] of all ranks of the axis into `into` [P * N], both contiguous, for `where`."""
-    layout, rows = gather_layout(axis, tuple(own.shape), own.dtype), into.view(axis.size, -1)
-    own_row = None if offset_of(rows[axis.rank]) == offset_of(own) else rows[axis.rank]
-    incoming = (each._replace(into=(rows[other],)) for each, other in zip(layout.incoming, axis.others, strict=True))
-    messages = (Outgoing(axis.other_ranks, (own,)),), tuple(incoming)
-    return KnownGather(kind, where, axis.ranks, own, into, own_row, layout.num_bytes, layout.incoming, messages)
 
 
 class AllToAllLayout(NamedTuple):

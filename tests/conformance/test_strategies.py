@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -46,6 +46,7 @@ STRATEGIES = (
     "fresh-edges:context=pooled",
     "fresh-edges:context=partials",
     "fresh-edges:context=pooled,bits=4",
+    "fresh-edges:bits=8",
     "fresh-edges:correction=linear",
     "fresh-edges:quality=1",
 )
@@ -162,10 +163,17 @@ def at_once() -> Any:
     return mock.patch.object(stale, "_attend_now", attend)
 
 
-def sent_late(strategy: str) -> Any:
-    """Context in which ranks that share memory send tokens late, too, so that owners extrapolate them."""
-    extrapolates = strategy.startswith("fresh-edges") and "correction=none" not in strategy
-    return mock.patch.object(stale, "collectives_of", return_value=True) if extrapolates else nullcontext()
+@contextmanager
+def sent_late(strategy: str) -> Iterator[None]:
+    """Context in which ranks that share memory send tokens late, too, so that owners extrapolate them.
+
+    They average and quantise what they send piece by piece.
+    """
+    if not strategy.startswith("fresh-edges") or "correction=none" in strategy:
+        yield
+        return
+    with mock.patch.object(stale, "collectives_of", return_value=True), mock.patch.object(StaleLayout, "packs", False):
+        yield
 
 
 class Stop(torch.OutOfMemoryError):

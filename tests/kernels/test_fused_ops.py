@@ -20,6 +20,7 @@ from patchpar.shard.kernels import (
     group_moments,
     group_norm,
     merge_partials,
+    pack_tokens,
     quantize_delta,
     write_tokens,
 )
@@ -79,8 +80,21 @@ def own_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 
 def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     newest, runs = torch.randn(12, 4, 3, 40).to(dtype), [correct_tokens.RunOfRanks(1, 2, 6, 3, 0, 0)]
-    fits, table = torch.randn(3, 4, 3, 81).to(dtype), correct_tokens.table_of(runs, newest.device)
+    fits, table = torch.randn(3, 4, 3, 81).to(dtype), correct_tokens.table_of(runs)
     return (torch.randn(20, 4, 3, 40).to(dtype), newest, newest + 1, fits, torch.tensor(0.5), table, list(runs[0]))
+
+
+def averaged_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Of a grid with six columns: windows of 2 x 2, to two ranks."""
+    own, windows = torch.randn(24, 2, 3, 40).to(dtype), [pack_tokens.Window(2 * at, 2, 2, 6, 1) for at in range(3)]
+    runs = pack_tokens.run_numbers([pack_tokens.WindowRun(0, 3, ((0, 300), (600, 900)))])
+    numbers = torch.tensor(windows, dtype=torch.int32), torch.tensor([runs], dtype=torch.int32)
+    return (torch.zeros(20_000, dtype=torch.uint8), own, None, *numbers, runs, 2, 16)
+
+
+def quantised_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    buffer, own, _, *numbers, _ = averaged_tokens(dtype)
+    return (buffer, own, torch.randn(3, 2, 3, 40).to(dtype), *numbers, 4)
 
 
 def changed_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -90,7 +104,7 @@ def changed_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 
 def quantised_change(dtype: torch.dtype) -> tuple[Any, ...]:
     copy, x, bits = changed_tokens(dtype)
-    parts = [quantize_delta.quantize_delta_eager(copy[a:b].clone(), x[a:b], bits) for a, b in ((0, 4), (6, 13))]
+    parts = [quantize_delta.quantize_delta(copy[a:b].clone(), x[a:b], bits) for a, b in ((0, 4), (6, 13))]
     levels, scales = zip(*parts, strict=True)
     return (copy, list(levels), list(scales), [0, 6], bits)
 
@@ -138,7 +152,8 @@ CASES = [
         own_tokens,
     ),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
-    Case("quantize_delta", quantize_delta.quantize_delta, quantize_delta.launch_quantize_delta, changed_tokens),
+    Case("pack_tokens", pack_tokens.pack_tokens, pack_tokens.launch_pack_tokens, averaged_tokens),
+    Case("pack_tokens", pack_tokens.pack_tokens, pack_tokens.launch_pack_tokens, quantised_tokens),
     Case("add_delta", quantize_delta.add_delta, quantize_delta.launch_add_delta, quantised_change),
     Case(
         "merge_parts",

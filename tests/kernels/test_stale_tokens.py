@@ -200,7 +200,7 @@ def corrected(correct: Callable[..., None], tokens: list[Tensor | None], fits: T
     attended = torch.full((2 + 3 + 5 + 6 + 5, 4, 3, 8), torch.nan, dtype=newest.dtype)
     runs = [RunOfRanks(0, 1, 3, 2, 0, 0), RunOfRanks(1, 1, 5, 5, 3, 3), RunOfRanks(3, 1, 5, 16, 8, 8)]
     flat = [number for run in runs for number in run]
-    correct(attended, newest, previous, fits, torch.tensor(ratio), table_of(runs, attended.device), flat)
+    correct(attended, newest, previous, fits, torch.tensor(ratio), table_of(runs), flat)
     return [attended, newest, previous]
 
 
@@ -225,7 +225,7 @@ def test_ranks_in_a_row_are_one_run() -> None:
     found = []
     for runs in (each, [RunOfRanks(0, 3, 4, 0, 0, 0)]):
         found.append(torch.full_like(newest, torch.nan))
-        table = table_of(runs, newest.device)
+        table = table_of(runs)
         assert table[:, :4].tolist() == [[0, 4, 0, 0], [1, 4, 4, 4], [2, 4, 8, 8]]
         correct_tokens_eager(found[-1], newest, None, fits, torch.ones(()), table, [n for run in runs for n in run])
     assert torch.equal(*found)

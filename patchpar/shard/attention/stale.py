@@ -243,7 +243,8 @@ def _sent(
         return patch.cache.send(state.part(attended), where, entry)
     if state.rows is not None:
         return patch.cache.gather_at_once(patch.axis, where, state.rows)
-    return patch.cache.send_at_once(state.part(attended), where, entry.memory)
+    pending = state.start(patch.cache.comm, where, attended, entry.memory)
+    return pending or patch.cache.send_at_once(state.part(attended), where, entry.memory)
 
 
 def _attend_beside_partials(

@@ -11,23 +11,24 @@ Where tokens are sent late, in the step that reads them, each rank stores its ow
 itself: there is no `previous`, and `newest` is memory that exchange points share. See `shard.attention.late_tokens`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.exchange_part import ExchangePart
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec
+from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
+from patchpar.shard.attention.packed_messages import PackedMessages, messages_of
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
-from patchpar.shard.attention.token_messages import TokenMessages
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, numbers_of
-from patchpar.shard.stale.quantized_delta import QuantizedDelta, decode_parts
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
 from patchpar.shard.stale.token_slots import TokenSlots
@@ -54,10 +55,9 @@ class RemoteTokens:
         slots, mine = (self._slots, self._newest_slots, layout.previous), self.axis.rank
         self._runs = [RunOfRanks(*run, *(each.starts[run.first] for each in slots)) for run in self._slots.others(mine)]
         self._flat_runs = tuple(number for run in self._runs for number in run)
-        self._table = table_of(self._runs if self.derived else [], like.device)
-        self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
+        self._messages = messages_of(layout, like)
+        self._table = self._put_on(like.device)
         self._bias, self._views = self._make_bias(like), TokenViews()
-        self._messages = TokenMessages(layout)
         self._past = OwnPast(self.options.correction, extrapolated=self.options.extrapolated, kept=self._kept_own())
 
     def _new_newest(self, like: Tensor) -> Tensor:
@@ -65,6 +65,14 @@ class RemoteTokens:
         if self._kept is not None:
             return self._kept[self._slots.common :]
         return like.new_empty(self._newest_slots.total, *self._token)
+
+    def _put_on(self, device: torch.device) -> Tensor:
+        """Return the table of the runs [ranks, 5] on the device, where the numbers of messages come with it."""
+        table = table_of(self._runs if self.derived else [])
+        numbers = torch.tensor(self._messages.numbers, dtype=torch.int32)
+        found = torch.cat([table.view(-1), numbers]).to(device, non_blocking=True)
+        self._messages.use(found[table.numel() :])
+        return found[: table.numel()].view(table.shape)
 
     def _make_bias(self, like: Tensor) -> Tensor | None:
         """Return the logit bias of every token attended to; None where all have weight 1."""
@@ -90,23 +98,15 @@ class RemoteTokens:
             self._store(fresh)
         if not continues:
             self._step_back()
-        if self.options.bits < 16:
-            for pieces in self.layout.receivers:
-                tokens = take(own, pieces, self.grid)
-                if pieces not in self._deltas:
-                    self._deltas[pieces] = QuantizedDelta(tokens.clone(), self.options.bits)
-                self._deltas[pieces].copy.copy_(tokens)
+        self._messages.remember(own)
 
     def _store(self, fresh: Tensor) -> None:
         """Make the tokens of an exact step, [T, 2, B, N, D], the newest ones."""
         if self.options.selection == AllRows():
             for run in self._runs:
                 run.of(self._newest, run.newest).copy_(run.of(fresh, run.attended))
-            return
-        for group_rank in self.axis.others:
-            if pieces := self.layout.pieces(group_rank, self.axis.rank):
-                tokens = take(self.layout.fresh.of(fresh, group_rank), pieces, self.grid)
-                self._newest_slots.of(self._newest, group_rank).copy_(tokens)
+        else:
+            self._messages.store(fresh, self._newest)
 
     def _step_back(self) -> None:
         """Make the newest tokens the previous ones."""
@@ -167,31 +167,28 @@ class RemoteTokens:
 
     def part(self, attended: Tensor) -> ExchangePart:
         """Return what is sent of `attended` [tokens, 2, B, N, D], which must not change meanwhile, and received."""
-        own, message = self._own(attended), self._message_of_own()
-        if self.options.bits < 16:
-            senders = [p for p in self.axis.others if self._slots.counts[p]]
-            to_all = self.options.selection == AllRows()
-            outgoing = [
-                (peers, self._deltas[pieces].encode(take(own, pieces, self.grid)))
-                for pieces, peers in self.layout.receivers.items()
-            ]
-            specs = {self.axis.ranks[p]: self._delta_of(p).specs() for p in senders}
-            return ExchangePart("kv", outgoing, specs, axis=self.axis, to_all=to_all)
-        return self._messages.part(own if message is None else message, self._newest)
+        return self._messages.part(self._sent_of(attended), self._newest)
 
-    def _delta_of(self, group_rank: int) -> QuantizedDelta:
-        return QuantizedDelta(self._newest_slots.of(self._newest, group_rank), self.options.bits)
+    def start(
+        self, comm: Communicator, where: str, attended: Tensor, memory: MessageMemory
+    ) -> Callable[[], Received] | None:
+        """Send and receive as `part` says, where one kernel writes the messages, in `memory`; None where none does.
 
-    def arrived(self, received: Mapping[int, list[Tensor]]) -> None:
-        """Apply received differences, levels and scales by global rank as in `QuantizedDelta`, of any shape.
-
-        Unquantised tokens are received into the buffer itself.
+        Returns a function that waits. `attended` [tokens, 2, B, N, D].
         """
-        if self.options.bits == 16:
-            return
-        starts, ranks = self._newest_slots.starts, self.axis.ranks
-        found = [(starts[p], received[ranks[p]]) for p in self.axis.others if received.get(ranks[p])]
-        decode_parts(self._newest, found, self.options.bits)
+        if not isinstance(self._messages, PackedMessages):
+            return None
+        return self._messages.start(comm, where, self._own(attended), self._newest, memory)
+
+    def _sent_of(self, attended: Tensor) -> Tensor:
+        """Return where own tokens [l, 2, B, N, D] are sent from."""
+        message = self._message_of_own() if self.options.bits == 16 else None
+        return self._own(attended) if message is None else message
+
+    def arrived(self, received: Received) -> None:
+        """Make what has been received, tensors of any shape by global rank, the newest tokens of the others."""
+        if received:
+            self._messages.arrived(received, self._newest)
 
     def fit(self, attended: Tensor, ratio: Tensor) -> Tensor:
         """Return the correction of this rank's tokens to send, [2, B, N, numbers].
@@ -283,7 +280,7 @@ class RemoteTokens:
             yield self._newest
         yield from (x for x in (self._kept, self._previous, self._bias) if x is not None)
         yield from self._past.tensors()
-        yield from (delta.copy for delta in self._deltas.values())
+        yield from self._messages.tensors()
 
     def arriving(self) -> Iterator[Tensor]:
         """Yield the buffer [tokens, 2, B, N, D] that the next values are received into, where it has no other use."""

@@ -1,13 +1,14 @@
 """Stale keys and values as messages: which tokens each rank gets of this one, and where those of the others come."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.exchange_part import ExchangePart
+from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.kv_selection import AllRows, PooledRows
+from patchpar.shard.stale.quantized_delta import QuantizedDelta, decode_parts
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import take
 
@@ -22,7 +23,12 @@ class _Received(NamedTuple):
 
 
 class TokenMessages:
-    """The exchange of tokens as they are, of one exchange point. A message has a tensor for each piece of tokens."""
+    """The exchange of tokens as they are, of one exchange point. A message has a tensor for each piece of tokens.
+
+    `numbers`: what it needs of them on the device, where they come with `use`.
+    """
+
+    numbers: Sequence[int] = ()
 
     def __init__(self, layout: StaleLayout) -> None:
         self._layout, self._axis = layout, layout.axis
@@ -64,3 +70,65 @@ class TokenMessages:
     def _message(self, own: Tensor, piece: PooledRows) -> Tensor:
         taken = take(own, (piece,), self._layout.grid)
         return taken.clone() if self._copies and piece.pool == 1 else taken
+
+    def use(self, numbers: Tensor) -> None:
+        """Take the `numbers` [...], on the device."""
+
+    def store(self, fresh: Tensor, newest: Tensor) -> None:
+        """Write what others would send of `fresh` [T, 2, B, N, D], tokens of all ranks, to `newest` [...] likewise."""
+        layout = self._layout
+        for group_rank in self._axis.others:
+            if pieces := layout.pieces(group_rank, self._axis.rank):
+                tokens = take(layout.fresh.of(fresh, group_rank), pieces, layout.grid)
+                layout.newest.of(newest, group_rank).copy_(tokens)
+
+    def remember(self, own: Tensor) -> None:
+        """Know that the receivers have what they get of tokens `own` [l, 2, B, N, D]."""
+
+    def arrived(self, received: Received, newest: Tensor) -> None:
+        """Make what has come the newest tokens [T, 2, B, N, D]; tokens as they are come there themselves."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor, of any shape, that is stored for the next step."""
+        return iter(())
+
+
+class DeltaMessages(TokenMessages):
+    """The exchange of quantised differences, by messages of their own. See `shard.stale.quantized_delta`."""
+
+    def __init__(self, layout: StaleLayout) -> None:
+        super().__init__(layout)
+        self._bits = layout.options.bits
+        self._deltas: dict[tuple[PooledRows, ...], QuantizedDelta] = {}  # others' copies of own tokens, by pieces
+
+    def part(self, own: Tensor, newest: Tensor) -> ExchangePart:
+        """Return what is sent of the difference of this rank's tokens `own` [l, 2, B, N, D], and received.
+
+        `newest` [T, 2, B, N, D]: the copies of the others' tokens.
+        """
+        layout, ranks = self._layout, self._axis.ranks
+        outgoing = [
+            (peers, self._deltas[pieces].encode(take(own, pieces, layout.grid)))
+            for pieces, peers in layout.receivers.items()
+        ]
+        senders = [p for p in self._axis.others if layout.attended.counts[p]]
+        specs = {ranks[p]: QuantizedDelta(layout.newest.of(newest, p), self._bits).specs() for p in senders}
+        return ExchangePart("kv", outgoing, specs, axis=self._axis, to_all=self._to_all)
+
+    def remember(self, own: Tensor) -> None:
+        """See TokenMessages; `own` [l, 2, B, N, D]."""
+        for pieces in self._layout.receivers:
+            tokens = take(own, pieces, self._layout.grid)
+            if pieces not in self._deltas:
+                self._deltas[pieces] = QuantizedDelta(tokens.clone(), self._bits)
+            self._deltas[pieces].copy.copy_(tokens)
+
+    def arrived(self, received: Received, newest: Tensor) -> None:
+        """Add differences, levels and scales by global rank, to the copies `newest` [T, 2, B, N, D]."""
+        starts, ranks = self._layout.newest.starts, self._axis.ranks
+        found = [(starts[p], received[ranks[p]]) for p in self._axis.others if received.get(ranks[p])]
+        decode_parts(newest, found, self._bits)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor [k, 2, B, N, D] that is stored for the next step."""
+        yield from (delta.copy for delta in self._deltas.values())

@@ -50,14 +50,14 @@ def runs_of(flat: Sequence[int]) -> Iterator[RunOfRanks]:
         yield RunOfRanks(*flat[start : start + size])
 
 
-def table_of(runs: Sequence[RunOfRanks], device: torch.device) -> Tensor:
+def table_of(runs: Sequence[RunOfRanks]) -> Tensor:
     """Return a row for each rank in the runs [ranks, 5]: its group rank, tokens, first token in each buffer."""
     rows = [
         (run.first + index, run.tokens, *(start + index * run.tokens for start in run[3:]))
         for run in runs
         for index in range(run.ranks)
     ]
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 5).to(device, non_blocking=True)
+    return torch.tensor(rows, dtype=torch.int32).view(-1, 5)
 
 
 def correct_tokens_eager(

@@ -4,7 +4,8 @@
     copy += round(difference / scale) * scale
 
 Tokens are [..., D], with D numbers of one head in a row, of which each has a scale [..., 1] in fp16. Levels are int8
-[..., D], or two to a byte, uint8 [..., (D + 1) // 2]. See `shard.stale.quantized_delta` for the method.
+[..., D], or two to a byte, uint8 [..., (D + 1) // 2]. See `shard.stale.quantized_delta` for the method. The kernel that
+quantises is that of `kernels.pack_tokens`, which has these functions for a twin.
 """
 
 import math
@@ -28,7 +29,7 @@ def most_of(bits: int) -> int:
     return 2 ** (bits - 1) - 1
 
 
-def quantize_delta_eager(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return levels and scales of the difference of `x` [..., D] to `copy` [..., D], and add them to `copy`."""
     difference, most = x.float() - copy.float(), most_of(bits)
     scale = (difference.abs().amax(-1, keepdim=True) / most).clamp(*SCALES).to(SCALE)
@@ -64,23 +65,7 @@ def _unpacked(packed: Tensor, width: int) -> Tensor:
     return both[..., :width].to(torch.int8) - 8
 
 
-_QUANTIZE_DELTA = Program("patchpar.shard.kernels.programs.quantize_delta", "quantize_delta_program")
 _ADD_DELTA = Program("patchpar.shard.kernels.programs.quantize_delta", "add_delta_program")
-
-
-def launch_quantize_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Launch the kernel for `copy` and `x` [..., D], both contiguous: a program for a few heads. See the twin."""
-    levels, scale = empty_delta(copy, x, bits)
-    grid, numbers = _heads_of(scale.numel(), copy.shape[-1])
-    _QUANTIZE_DELTA.launch(
-        grid,
-        (copy, x, levels, scale),
-        (scale.numel(),),
-        MOST=most_of(bits),
-        IS_BYTE=bits == 8,
-        **numbers,
-    )
-    return levels, scale
 
 
 def launch_add_delta(
@@ -109,22 +94,6 @@ def _heads_of(heads: int, width: int) -> tuple[tuple[int], dict[str, int]]:
     return (-(-heads // of_program),), {"WIDTH": width, "PAIRS": pairs, "HEADS": of_program}
 
 
-def empty_delta(copy: Tensor, x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return levels and scales for tokens [..., D], without values."""
-    *heads, width = copy.shape
-    if bits == 8:
-        levels = copy.new_empty((*heads, width), dtype=torch.int8)
-    else:
-        levels = copy.new_empty((*heads, -(-width // 2)), dtype=torch.uint8)
-    return levels, copy.new_empty((*heads, 1), dtype=SCALE)
-
-
-quantize_delta = fused_op(
-    "quantize_delta(Tensor(a!) copy, Tensor x, int bits) -> (Tensor, Tensor)",
-    eager=quantize_delta_eager,
-    launch=launch_quantize_delta,
-    fake=empty_delta,
-)
 add_delta = fused_op(
     "add_delta(Tensor(a!) copy, Tensor[] levels, Tensor[] scales, int[] starts, int bits) -> ()",
     eager=add_delta_eager,

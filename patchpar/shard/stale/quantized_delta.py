@@ -17,7 +17,7 @@ from patchpar.shard.kernels.quantize_delta import MOST_MESSAGES, SCALE, add_delt
 class QuantizedDelta:
     """A repeated message: tokens [..., D] with 8 or 4 bits a value and a scale for each head of each token.
 
-    Sender and receivers hold the same copy [..., D], and add the same numbers to it. On GPUs it is contiguous.
+    Sender and receivers hold the same copy [..., D], and add the same numbers to it.
     """
 
     def __init__(self, copy: Tensor, bits: int) -> None:
@@ -36,11 +36,14 @@ class QuantizedDelta:
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the specs of one message."""
-        shape = self.copy.shape
-        width = shape[-1] if self.bits == 8 else -(-shape[-1] // 2)
-        return TensorSpec((*shape[:-1], width), torch.int8 if self.bits == 8 else torch.uint8), TensorSpec(
-            (*shape[:-1], 1), SCALE
-        )
+        return delta_specs(tuple(self.copy.shape), self.bits)
+
+
+def delta_specs(shape: tuple[int, ...], bits: int) -> tuple[TensorSpec, TensorSpec]:
+    """Return the specs of the levels and scales of tokens [..., D] of this shape."""
+    width = shape[-1] if bits == 8 else -(-shape[-1] // 2)
+    levels = TensorSpec((*shape[:-1], width), torch.int8 if bits == 8 else torch.uint8)
+    return levels, TensorSpec((*shape[:-1], 1), SCALE)
 
 
 def decode_parts(copy: Tensor, received: Sequence[tuple[int, Sequence[Tensor]]], bits: int) -> None:

@@ -70,6 +70,12 @@ class StaleLayout:
         """Whether all own tokens are sent as they are, equally many by each rank: one operation, in place."""
         return self.newest.are_equal and self.options.selection == AllRows() and self.options.bits == 16
 
+    @cached_property
+    def packs(self) -> bool:
+        """Whether one kernel writes what is sent, averages or differences, for one operation of all ranks."""
+        as_they_are = self.options.selection == AllRows() and self.options.bits == 16
+        return self.may_wait and not as_they_are and not self.joins
+
     def common_here(self, group_rank: int) -> tuple[int, int]:
         """Return where the common tokens that a rank computes begin among all of these, and how many they are."""
         return (0, self.common) if self.text is None else (self.text.starts[group_rank], self.text.counts[group_rank])

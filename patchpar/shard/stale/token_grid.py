@@ -5,7 +5,7 @@ Shape letters: l tokens, p planes, r rows, c columns of each, C numbers of one t
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from patchpar.plan.bands import Bands
 from patchpar.plan.kv_selection import PooledRows, TokensAcross
+from patchpar.shard.kernels.pack_tokens import Window
 
 
 class LevelGrid(NamedTuple):
@@ -75,6 +76,28 @@ def take(x: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
     x_prcC = _as_grid(x.reshape(x.shape[0], -1), rows, grid)
     taken = [_averaged(_rows_of(x_prcC, piece, grid), piece.pool) for piece in pieces]
     return (taken[0] if len(taken) == 1 else torch.cat(taken)).view(-1, *x.shape[1:])
+
+
+@lru_cache(maxsize=1024)  # attention layers of one level ask for the same
+def windows_of(pieces: tuple[PooledRows, ...], grid: LevelGrid, group_rank: int) -> tuple[Window, ...]:
+    """Return the windows over a rank's tokens whose averages are the tokens that `take` returns of the pieces."""
+    across, rows = grid.across, grid.rows(group_rank)
+    if pieces == (PooledRows(0, rows),):
+        return tuple(Window(token, 1, 1, 0, 0) for token in range(grid.num_tokens(group_rank)))
+    found = list[Window]()
+    for piece in pieces:
+        planes, high, wide = across.volume(piece.stop - piece.start)
+        if grid.dim == -1:
+            plane_step, row_step, column_step = 0, 1, rows
+        else:
+            plane_step, row_step, column_step = wide * (rows if across.rows is None else high), wide, 1
+        start = piece.start * (plane_step if across.rows is not None else row_step)
+        for plane, row, column in product(range(planes), range(0, high, piece.pool), range(0, wide, piece.pool)):
+            first = start + plane * plane_step + row * row_step + column * column_step
+            found.append(
+                Window(first, min(piece.pool, high - row), min(piece.pool, wide - column), row_step, column_step)
+            )
+    return tuple(found)
 
 
 def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:

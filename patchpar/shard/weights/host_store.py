@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, AxisComm, Communicator
-from patchpar.comm.layouts import KnownGather, known_gather
+from patchpar.comm.known_exchange import KnownGather, known_gather
 from patchpar.errors import PlanError
 from patchpar.launch.accelerators import is_accelerator, pin_host_memory, unpin_host_memory
 from patchpar.launch.host_memory import free_memory
@@ -135,7 +135,7 @@ class HostStore(BlockStore):
         comm = self._counted(part.numel())
         with self._stream.beside():
             known.own.copy_(part, non_blocking=True)
-            return comm.repeat_gather(known)
+            return comm.repeat(known)
 
     def _copy(self, where: str, pairs: Sequence[tuple[Tensor, Tensor]], num_bytes: int) -> Transfer:
         self._counted(num_bytes).beat(where)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
-from patchpar.comm.layouts import KnownGather, known_gather
+from patchpar.comm.known_exchange import KnownGather, known_gather
 from patchpar.comm.transport import register_memory, unregister_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
@@ -188,7 +188,7 @@ class DeviceShards(BlockStore):
 
     def _gather(self, known: KnownGather) -> Transfer:
         assert self.comm is not None, "join comes before the first block runs"
-        return self.comm.repeat_gather(known)
+        return self.comm.repeat(known)
 
     def close(self) -> None:
         """See BlockStore."""

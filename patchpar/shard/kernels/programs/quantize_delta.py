@@ -1,12 +1,10 @@
-"""Triton programs of `quantize_delta` and `add_delta`: numbers at even and odd positions of a head, which share bytes.
+"""Triton program of `add_delta`: numbers at even and odd positions of a head share bytes.
 
-Results have the bits of the twins: divisions are rounded as in IEEE 754, and a level times a scale is exact in fp32.
+Results have the bits of the twin: a level times a scale is exact in fp32.
 """
 
 import triton
 import triton.language as tl
-
-INTEGERS_ONLY = tl.constexpr(12582912.0)  # 1.5 * 2**23: fp32 has no fractions there
 
 
 @triton.jit
@@ -16,50 +14,6 @@ def _positions(num_heads, WIDTH: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.co
     pair = tl.arange(0, PAIRS)[None, :]
     even = head.to(tl.int64) * WIDTH + 2 * pair
     return head, pair, even, (head < num_heads) & (2 * pair < WIDTH), (head < num_heads) & (2 * pair + 1 < WIDTH)
-
-
-@triton.jit
-def _level(difference, scale, MOST: tl.constexpr):
-    """Return the nearest level, the even one of two; clamped before it is rounded, which comes to the same."""
-    clamped = tl.minimum(tl.maximum(tl.div_rn(difference, scale), -MOST * 1.0), MOST * 1.0)
-    return (clamped + INTEGERS_ONLY) - INTEGERS_ONLY
-
-
-@triton.jit
-def quantize_delta_program(
-    copy,
-    x,
-    levels,
-    scales,
-    num_heads,
-    MOST: tl.constexpr,
-    IS_BYTE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Write levels and scales of HEADS heads of `x`, and add them to `copy`."""
-    head, pair, even, is_even, is_odd = _positions(num_heads, WIDTH, PAIRS, HEADS)
-    old_even = tl.load(copy + even, mask=is_even, other=0.0).to(tl.float32)
-    old_odd = tl.load(copy + even + 1, mask=is_odd, other=0.0).to(tl.float32)
-    delta_even = tl.load(x + even, mask=is_even, other=0.0).to(tl.float32) - old_even
-    delta_odd = tl.load(x + even + 1, mask=is_odd, other=0.0).to(tl.float32) - old_odd
-    largest = tl.max(tl.maximum(tl.abs(delta_even), tl.abs(delta_odd)), axis=1)[:, None]
-    most = tl.zeros_like(largest) + MOST
-    scale = tl.minimum(tl.maximum(tl.div_rn(largest, most), 0.00006103515625), 60000.0).to(tl.float16)
-    tl.store(scales + head, scale, mask=head < num_heads)
-    wide = scale.to(tl.float32)
-    level_even, level_odd = _level(delta_even, wide, MOST), _level(delta_odd, wide, MOST)
-    tl.store(copy + even, (old_even + level_even * wide).to(copy.dtype.element_ty), mask=is_even)
-    tl.store(copy + even + 1, (old_odd + level_odd * wide).to(copy.dtype.element_ty), mask=is_odd)
-    if IS_BYTE:
-        tl.store(levels + even, level_even.to(tl.int8), mask=is_even)
-        tl.store(levels + even + 1, level_odd.to(tl.int8), mask=is_odd)
-    else:
-        high = tl.where(is_odd, level_odd.to(tl.int32) + 8, 0)
-        both = (level_even.to(tl.int32) + 8) | (high << 4)
-        at = head.to(tl.int64) * ((WIDTH + 1) // 2) + pair
-        tl.store(levels + at, both.to(tl.uint8), mask=is_even)
 
 
 @triton.jit
