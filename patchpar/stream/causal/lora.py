@@ -66,6 +66,13 @@ class LoraFile:
         return f"{self.path}:{self.scale:g}"
 
 
+def refuse_lora(file: Path, entries: Mapping[str, Any]) -> None:
+    """Raise PlanError for a checkpoint of which all weights are factors of a LoRA."""
+    parts = [x for x in entries.values() if isinstance(x, Mapping)] or [entries]
+    if all(any(FACTOR.fullmatch(str(name)) for name in part) for part in parts):
+        raise PlanError(f"{file} is a LoRA: give it with --lora, and the model's weights as the checkpoint")
+
+
 @torch.no_grad()
 def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None = None) -> int:
     """Add a LoRA to the weights of `transformer`, which keep their dtypes; returns the number of changed layers.
