@@ -463,11 +463,33 @@ def test_a_dry_run_says_who_would_do_what_and_how_fast(folder: Path) -> None:
     assert fast["forecast"]["keeps_up"]
     slow = run(*words, "--costs", "step=0.4,decode=0.05").stdout
     assert "this does not keep up with 20 frames/s" in slow
-    assert run("--model", folder, "--dry-run", "--devices", "4").exit_code == 2  # 3 ranks for 2 steps
+
+
+def test_a_dry_run_has_the_plan_of_the_stream(folder: Path, tmp_path: Path) -> None:
+    """Of devices that it leaves it says what they are for."""
+    model = ("--model", folder)
+    for words, spare in ((("--devices", "cpu:4"), 1), (("--devices", "cpu:4", "--inner", 2), 0)):
+        forecast = json.loads(run(*model, *words, "--dry-run", "--json").stdout)
+        streamed = json.loads(run(*model, *words, "--seconds", 0.1, "-o", tmp_path / "a.mp4", "--json").stdout)
+        assert (streamed["plan"], forecast["spare_devices"]) == (forecast["plan"], spare)
+    more = run(*model, "--dry-run", "--devices", 9).stdout
+    assert "devices to spare, for one that fails: 6; with --inner 2 ranks would share each step" in more
+    assert "devices to spare" not in run(*model, "--dry-run", "--devices", 3).stdout
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_any_starts(folder: Path, tmp_path: Path) -> None:
+    for words, message in (
+        (("--devices", 9, "--inner", 3, "--dry-run"), "this transformer has 2: use at most inner=2"),
+        (("--devices", "cpu:3", "--inner", 2, "-o", tmp_path / "a.mp4"), "4 in all, and there are 3"),
+        (("--inner", 0, "--dry-run"), "--inner 0: it must be above 0"),
+    ):
+        refused = run("--model", folder, *words)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.replace("│", " ").split())
 
 
 def test_ranks_that_share_a_step_are_priced_by_the_link_between_them(folder: Path) -> None:
-    words = ("--model", folder, "--dry-run", "--devices", 5)
+    words = ("--model", folder, "--dry-run", "--devices", 5, "--inner", 2)
     assert "ranks that share a step: each sends " in run(*words).stdout
     refused = run(*words, "--costs", "step=0.1,decode=0.05")
     assert refused.exit_code == 2

@@ -41,6 +41,7 @@ OF_VIDEO = (
     "record",
     "restarts",
     "lora",
+    "inner",
 )
 OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
@@ -77,6 +78,7 @@ class StreamFlags:
     lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
     variant: Variant = None
+    inner: Annotated[int | None, more("Ranks that share each step; default: 1.")] = None
     dry_run: Annotated[bool, more("Only print the assignment of steps to ranks.", "--dry-run")] = False
     costs: Annotated[str | None, more("With --dry-run, seconds: step=0.265,decode=0.15.")] = None
     restarts: Annotated[int | None, more("Of dead workers within a minute; default: 3.")] = None
@@ -92,7 +94,7 @@ class StreamFlags:
         self._check_speech()
         check_length(self.seconds)
         check_strength(self.strength)
-        for name in ("fps", "steps", "height", "width", "audio_rate", "audio_channels"):
+        for name in ("fps", "steps", "height", "width", "audio_rate", "audio_channels", "inner"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be above 0")

@@ -54,6 +54,16 @@ class StreamFolder:
     def frames(self) -> int:
         return self.config.blocks.frames * self.per_latent
 
+    @property
+    def heads(self) -> int:
+        """Attention heads of the transformer, which ranks that share a step divide. Raises PlanError."""
+        facts = self._transformer
+        return whole("num_attention_heads of the transformer", facts.get("num_attention_heads"), 1, 2**20)
+
+    @property
+    def _transformer(self) -> Mapping[str, Any]:
+        return read_object(Path(self.path) / HIGH_NOISE / "config.json")
+
     def exchange_bytes(self, itemsize: int) -> int:
         """Return the bytes of queries, keys, values and outputs of all layers, of the tokens of a block.
 

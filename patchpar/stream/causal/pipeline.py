@@ -70,7 +70,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         if merged and low_noise_below(Path(known.path)) is not None:
             raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
         found = resolve_devices_of_task(devices)
-        plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
+        plan = plan or StreamPlan.on_devices(config.pipeline_steps, len(found.names))
         _check(plan, config, found)
         loading = ModelLoading(
             folder=known.path,
