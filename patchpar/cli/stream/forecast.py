@@ -26,7 +26,7 @@ def forecast(request: StreamFlags) -> None:
     """Print the plan and, with --costs, the expected speed. Raises PlanError."""
     from patchpar.stream.causal.model_folder import StreamFolder
 
-    folder, devices = StreamFolder.read(request.weights), number_of(request.devices)
+    folder, devices = StreamFolder.read(request.weights, has_weights=False), number_of(request.devices)
     plan = plan_of(folder, devices, request.inner)
     found = _figures(plan, folder, request.costs) | {"spare_devices": devices - plan.ranks}
     if request.json:

@@ -38,6 +38,7 @@ def stream_video(request: StreamFlags) -> None:
 
     folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None
+    _check_start(request, folder)
     live = LiveInputs.of(request, folder.rate)
     if request.reference is not None:
         reference = load_reference_image(request.reference, config.height, config.width)
@@ -46,6 +47,17 @@ def stream_video(request: StreamFlags) -> None:
         report = _run(request, folder, given | {"live": live}, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=request.is_endless)
+
+
+def _check_start(request: StreamFlags, folder: StreamFolder) -> None:
+    """Raise PlanError, before anything is loaded, for a stream that lacks what its model starts from."""
+    level = folder.config.schedule.begun_at(request.strength).sigmas[0]
+    if request.input is not None and level == 1:
+        raise PlanError("--input at noise level 1, where nothing of it is left: add --strength, such as 0.7")
+    if request.input is None and level < 1:
+        raise PlanError(f"this model starts at noise level {level:g}: add --input, a video or camera to start from")
+    if request.reference is None and folder.config.reference is None and folder.starts_from_image:
+        raise PlanError("this model starts from an image: add --reference face.png")
 
 
 def _of_speech(request: StreamFlags, folder: StreamFolder) -> dict[str, Any]:
