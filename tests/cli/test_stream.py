@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -337,8 +338,8 @@ def test_a_model_of_the_hub_starts_from_a_video(facts: str, tmp_path: Path, monk
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
-    film = write_film(tmp_path / "film.mp4", 9)
-    words = ("a fox", "--model", f"org/{facts}", "--input", film, "--strength", 0.7, "-o", tmp_path / "a.mp4")
+    video = write_video(tmp_path / "video.mp4", 9)
+    words = ("a fox", "--model", f"org/{facts}", "--input", video, "--strength", 0.7, "-o", tmp_path / "a.mp4")
     result = run(*words, "--devices", "cpu:99")  # which is looked at after the kind of model, and of no image model
     assert "between 1 and 16 CPU workers" in result.stderr
     assert not any("safetensors" in pattern for pattern in asked[0])
@@ -347,7 +348,7 @@ def test_a_model_of_the_hub_starts_from_a_video(facts: str, tmp_path: Path, monk
         assert len(decoded(tmp_path / "a.mp4")[0]) >= 9
 
 
-def write_film(path: Path, frames: int) -> Path:
+def write_video(path: Path, frames: int) -> Path:
     with av.open(str(path), "w") as container:
         track = container.add_stream("mpeg4", rate=20)
         track.width, track.height = 24, 16
@@ -360,9 +361,9 @@ def write_film(path: Path, frames: int) -> Path:
 
 
 def test_what_a_model_starts_from_is_asked_for_before_it_is_loaded(tmp_path: Path) -> None:
-    folder, film = write_folder(tmp_path / "model", hears=False), write_film(tmp_path / "film.mp4", 3)
+    folder, video = write_folder(tmp_path / "model", hears=False), write_video(tmp_path / "video.mp4", 3)
     common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99", "--model", folder)  # which is looked at afterwards
-    assert "nothing of it is left: add --strength, such as 0.7" in run(*common, "--input", film).stderr
+    assert "nothing of it is left: add --strength, such as 0.7" in run(*common, "--input", video).stderr
     stream = json.loads((folder / "stream.json").read_text())
     (folder / "stream.json").write_text(json.dumps({**stream, "sigmas": [0.7, 0.4, 0.0]}))
     assert "starts at noise level 0.7: add --input" in " ".join(run(*common).stderr.split())
@@ -529,6 +530,20 @@ def test_a_dry_run_has_the_plan_of_the_stream(folder: Path, tmp_path: Path) -> N
     more = run(*model, "--dry-run", "--devices", 9).stdout
     assert "devices to spare, for one that fails: 6; with --inner 2 ranks would share each step" in more
     assert "devices to spare" not in run(*model, "--dry-run", "--devices", 3).stdout
+
+
+@pytest.mark.parametrize(
+    ("history", "seconds"),
+    [("noisy", 0.1), ("clean", 2 * 0.1 + 0.1), ("recompute", 2 * 0.1 + (3 - 1) * 0.1 + 0.05)],
+)
+def test_a_forecast_counts_all_passes_of_a_block(history: str, seconds: float, folder: Path, tmp_path: Path) -> None:
+    """Of two steps and a window of three blocks; the last of these histories decodes on the rank that denoises."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    facts = json.loads((model / "stream.json").read_text())
+    facts["blocks"]["history"] = history
+    (model / "stream.json").write_text(json.dumps(facts))
+    words = ("--model", model, "--dry-run", "--devices", 3, "--costs", "step=0.1,decode=0.05", "--json")
+    assert json.loads(run(*words).stdout)["forecast"]["fps"] == pytest.approx(4 / seconds, rel=0.03)
 
 
 def test_a_forecast_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
