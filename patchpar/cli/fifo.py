@@ -13,6 +13,7 @@ from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flag_values import check_deadline, check_guidance, check_length, check_seed, refuse_torchrun
 from patchpar.cli.flags import Deadline, Debug, Format, Json, LocalDevices, Variant, given
 from patchpar.cli.folded_help import more
+from patchpar.cli.stream.flags import is_streamed
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import ProgressMeter, StreamReport, living_line, show_all
 from patchpar.cli.stream.video import HOLD, parts_of
@@ -98,6 +99,8 @@ def fifo(request: FifoFlags) -> None:
     """Stream video of any length from a model of short clips."""
     with friendly_errors(request.debug):
         request.check()
+        if is_streamed(request.model):
+            raise PlanError("--model generates video block by block, of any length: use `patchpar stream`")
         config = request.config()
         with stdout_kept_clean(request.json), StreamRanks() as ranks, ExitStack() as stack:  # the file closes first
             report = _run(request, config, stack, ranks)

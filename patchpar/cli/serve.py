@@ -27,7 +27,7 @@ from patchpar.cli.flags import (
 )
 from patchpar.cli.folded_help import more
 from patchpar.cli.pipeline_changes import LoraFlag
-from patchpar.cli.stream.flags import is_block_causal
+from patchpar.cli.stream.flags import is_streamed
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.plan.scalars import whole_in
@@ -159,8 +159,8 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
     from patchpar.serving.settings import ServedModel
 
     loading = given(torch_dtype=request.dtype, variant=request.variant, task=request.task)
-    is_streamed = is_block_causal(request.model)
-    _check_kind(request, loading, is_streamed)
+    is_stream = is_streamed(request.model)
+    _check_kind(request, loading, is_stream)
     plan = plan_of(request.plan, None, request.devices)
     served = ServedModel(
         model=request.model,
@@ -176,7 +176,7 @@ def _service(request: ServeFlags) -> "ImageService | StreamService":
         quality_steps=_quality(request),
     )
     settings = _settings(request)
-    if is_streamed:
+    if is_stream:
         from patchpar.serving.streams.stream_service import StreamService
 
         return StreamService(served, settings, 1 if request.stream_slots is None else request.stream_slots)

@@ -31,6 +31,8 @@ NEEDS_MASK = re.compile("Inpaint|Fill")
 NEEDED_ALWAYS = ("control_image", "conditioning_frames")
 """Required by every call that has them, whose default is None all the same."""
 VERBS: Mapping[str, str] = {"images": "generate", "video": "video"}
+STREAM = "stream.json"
+"""A file of block-causal models, which are run by streams."""
 ANY_PROMPT = "a photo"
 """For calls whose image nobody looks at: trials, warm-up calls, and calls that are recorded without values."""
 
@@ -202,7 +204,10 @@ class RequestedTask:
         Raises PlanError if it is no model or, as its folder shows, cannot do this.
         """
         folder = resolve_model(model, options)[2]
-        self.check(None if folder is None else purpose_of(folder.pipeline))
+        purpose = None if folder is None else purpose_of(folder.pipeline)
+        if folder is not None and (folder.path / STREAM).is_file() and purpose and purpose.product == "video":
+            raise PlanError("this model generates video block by block, as its stream.json says: use `patchpar stream`")
+        self.check(purpose)
         return None if folder is None else folder.path
 
     def check(self, purpose: PipelineTask | None) -> None:

@@ -11,15 +11,12 @@ from patchpar.plan.scalars import make_plain
 from patchpar.stream.families import FAMILIES
 from patchpar.stream.flow_schedule import FlowSchedule, Sampler
 from patchpar.stream.json_fields import flag, number, text, whole
-from patchpar.stream.model_index import HIGH_NOISE, low_noise_below
+from patchpar.stream.model_index import CONFIG, HIGH_NOISE, SCHEDULER, is_self_forcing, low_noise_below
 
-CONFIG = "stream.json"
 LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}
 MOST_STEPS, LONGEST_PROMPT = 1000, 2**16
 LEAST_FPS, MOST_FPS = 1e-3, 1000.0
 MOST_FRAMES = 2**16
-SELF_FORCING = "SelfForcingFlowMatchScheduler"
-"""The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
 PositionPolicy = Literal["abs", "relative"]
 HistoryPolicy = Literal["noisy", "clean", "recompute"]
 
@@ -126,7 +123,11 @@ class StreamConfig:
         if known is not None:
             return cls.of(known)
         if not file.is_file():
-            raise PlanError(f"{folder} has no {CONFIG}, which says how to stream it: pass config=StreamConfig(...)")
+            raise PlanError(
+                f"{folder} has no {CONFIG}, which says how a block-causal model is streamed: `patchpar convert` makes "
+                "a folder with one, and config=StreamConfig(...) replaces it. A model of short clips is for `patchpar "
+                "fifo`, and one of images takes --input"
+            )
         try:
             return cls.of(read_object(file))
         except PlanError as error:
@@ -163,9 +164,9 @@ def _self_forcing_facts(folder: Path) -> dict[str, Any] | None:
     3 latent frames in a window of 21, unless the transformer's configuration has other numbers; no sink. Blocks attend
     to finished ones. Raises PlanError.
     """
-    scheduler = _read(folder / "scheduler" / "scheduler_config.json")
-    if scheduler.get("_class_name") != SELF_FORCING:
+    if not is_self_forcing(folder):
         return None
+    scheduler = read_object(folder / SCHEDULER)
     if low_noise_below(folder) is not None:
         raise PlanError(
             f"{folder} was distilled by Self-Forcing with two transformers, and its files do not state the denoising "

@@ -20,11 +20,11 @@ from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.json_files import read_object
 from patchpar.stream.causal.checkpoint import check_weights, transformer_of
-from patchpar.stream.causal.lora import LoraFile, merge_lora
+from patchpar.stream.causal.lora import LoraFile, merge_lora, refuse_lora
 from patchpar.stream.causal.model_folder import LOADED_BY_US
-from patchpar.stream.config import CONFIG, StreamConfig
+from patchpar.stream.config import StreamConfig
 from patchpar.stream.families import SPEECH, StreamFamily, family_of
-from patchpar.stream.model_index import HIGH_NOISE, local_folder
+from patchpar.stream.model_index import CONFIG, HIGH_NOISE, local_folder
 from patchpar.stream.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefix
 
 PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
@@ -83,6 +83,7 @@ def convert_checkpoint(
     if target.exists():
         raise PlanError(f"{target} is there already: give a new folder")
     entries = read_entries(source)
+    refuse_lora(source, entries)
     name, found = family_of(family, frozenset(entries), has_lora=lora is not None)
     entry = entry_of(entries, found.weights)
     weights = tensors_of(source, entries, entry)

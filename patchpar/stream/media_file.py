@@ -17,6 +17,8 @@ FORMATS = (
 """FFmpeg's names of demuxers; "mov" is MP4 too, "matroska" WebM."""
 EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 """Elements of a Matroska file (RFC 9559, section 5.1): its header, and all that follows."""
+UNKNOWN_SIZES = {b"AVI ": 2**32 - 1, b"WAVE": 0x7FFF0000}
+"""By kind of RIFF file the size from which on it is that of a writer that does not know it."""
 HEAD_BYTES = 256
 
 
@@ -24,8 +26,8 @@ HEAD_BYTES = 256
 def open_media(source: Path | IO[bytes]) -> Iterator[Any]:
     """Open a file, or a file object, as a PyAV container. Raises av.FFmpegError, and OSError.
 
-    Also for a file that was cut off, and at the end for one that was meanwhile: FFmpeg takes what is left of a Matroska
-    or AVI file for all of it.
+    Also for a file that was cut off, and at the end for one that was meanwhile: FFmpeg takes what is left of a
+    Matroska, AVI or WAV file for all of it.
     """
     import av
 
@@ -58,10 +60,11 @@ def _check_whole(file: IO[bytes]) -> None:
 
 
 def _declared_bytes(head: bytes) -> int:
-    """The length of a Matroska or AVI file by its first bytes; 0 for others, and where it was not known."""
-    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+    """The length of a Matroska, AVI or WAV file by its first bytes; 0 for others, and where it was not known."""
+    if head[:4] == b"RIFF" and head[8:12] in UNKNOWN_SIZES:
         size = int.from_bytes(head[4:8], "little")
-        return 0 if size == 2**32 - 1 else 8 + size
+        unwritten = head[8:12] == b"WAVE"  # writers count a last byte that they may leave out
+        return 0 if size >= UNKNOWN_SIZES[head[8:12]] else 8 + size - unwritten
     if head[:4] != EBML:
         return 0
     size, begin = _ebml_size(head, 4)

@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.files import resolve_model
+from patchpar.models.files import HUB_NAME, path_of, resolve_model
 from patchpar.models.hub import OPTIONS, fetched, no_folder
+from patchpar.models.model_index import INDEX
 from patchpar.plan.json_files import read_object
 from patchpar.stream.json_fields import number
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 """The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""
+CONFIG = "stream.json"
+SELF_FORCING = "SelfForcingFlowMatchScheduler"
+"""The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
+SCHEDULER = "scheduler/scheduler_config.json"
 LTX = "LTXVideoTransformer3DModel"
 WANTED = ("*.json", "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*.png", "*.jpg")
 """Configurations, weights in the components' folders, tokenizers and reference images: no pickles and no code."""
@@ -30,6 +35,23 @@ def local_folder(
         rest = {name: value for name, value in known.items() if name not in OPTIONS}
         path, known, _ = resolve_model(_downloaded(path, known, unread), rest, besides=besides, unread=unread)
     return Path(path), known
+
+
+def is_block_causal(model: str | Path) -> bool:
+    """Whether a folder, or a repository of the hub, says how it is streamed; only these facts of it are downloaded.
+
+    It has stream.json, or the scheduler of Self-Forcing. Raises PlanError.
+    """
+    folder = path_of(model)
+    if not folder.exists() and isinstance(model, str) and HUB_NAME.fullmatch(model):
+        folder = fetched(model, (INDEX, CONFIG, SCHEDULER), {}, subject=no_folder(model))
+    return (folder / CONFIG).is_file() or is_self_forcing(folder)
+
+
+def is_self_forcing(folder: Path) -> bool:
+    """Whether a folder has the scheduler of Self-Forcing (arXiv:2506.08009). Raises PlanError."""
+    file = folder / SCHEDULER
+    return file.is_file() and read_object(file).get("_class_name") == SELF_FORCING
 
 
 def _downloaded(name: str, options: Mapping[str, Any], unread: Collection[str]) -> Path:

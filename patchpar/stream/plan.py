@@ -74,6 +74,19 @@ class StreamPlan:
         whole, extra = divmod(steps, left)
         return cls(sizes=tuple(whole + (stage < extra) for stage in range(left)), decode=decode)
 
+    @classmethod
+    def on_devices(cls, steps: int, devices: int, *, inner: int = 1) -> "StreamPlan":
+        """Return the plan that a stream has on so many devices, of which it may leave some. Raises PlanError.
+
+        Steps and decoding have a rank each, as far as there are devices; each step has `inner` ranks.
+        """
+        if inner == 1:
+            return cls.even(steps, min(devices, steps + 1))
+        if is_whole(inner) and devices < steps * inner:
+            needed = f"each step needs {inner} devices, {steps * inner} in all"
+            raise PlanError(f"inner={inner}: for this {needed}, and there are {devices}")
+        return cls(sizes=(1,) * steps, decode="own" if devices > steps * inner else "last", inner=inner)
+
     @property
     def steps(self) -> int:
         """Denoising steps of a block."""
@@ -125,7 +138,8 @@ class StreamPlan:
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
-        return f"{self.steps} steps on {ranks} ({'; '.join(map(str, self.stages))})"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return f"{steps} on {ranks} ({'; '.join(map(str, self.stages))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ They may have the names of Wan's own code, which models distilled from it keep.
 
 import pickle
 import re
+import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,25 +38,36 @@ def read_entries(file: Path) -> dict[str, Any]:
     shards = sorted(file.glob("*.safetensors")) if file.is_dir() else []
     if shards:
         return _joined(file, {shard.name: read_entries(shard) for shard in shards})
+    if file.is_dir():
+        raise PlanError(f"{file} has no .safetensors: give a checkpoint, or the folder that has its .safetensors")
     if not file.is_file():
         raise PlanError(f"{file} is no file: give a checkpoint in .safetensors or {', '.join(SUFFIXES)}")
     try:
-        if file.suffix == ".safetensors":
-            return dict(load_file(file))
-        if file.suffix not in SUFFIXES:
-            raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or .pt")
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        found = _loaded(file)
     except pickle.UnpicklingError as error:
-        names = ", ".join(NAMED.findall(str(error))) or "a pickle of its own"  # torch's own way out is to run it
-        raise PlanError(
-            f"{file} holds more than tensors ({names}), which could run code, so that it is not read: use a file of "
-            "tensors only, such as .safetensors"
-        ) from error
+        raise PlanError(f"{file} {_unread(error)}: use a file of tensors only, such as .safetensors") from error
     except (OSError, RuntimeError, SafetensorError, ValueError, EOFError) as error:
         raise PlanError(f"{file} cannot be read as a checkpoint: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise PlanError(f"{file} holds a {type(found).__name__}, but a checkpoint is a dictionary of weights by name")
     return found
+
+
+def _loaded(file: Path) -> Any:
+    """What a file holds. Raises PlanError for another kind of file, and the errors of torch and safetensors."""
+    if file.suffix == ".safetensors":
+        return dict(load_file(file))
+    if file.suffix not in SUFFIXES:
+        raise PlanError(f"{file}: {file.suffix or 'no suffix'} is no checkpoint; give .safetensors or .pt")
+    is_archive = zipfile.is_zipfile(file)  # older versions of torch wrote others, which cannot be mapped into memory
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=is_archive)
+
+
+def _unread(error: pickle.UnpicklingError) -> str:
+    """Why torch reads no tensors from a file, in words of our own: torch's way out is to run what it holds."""
+    if names := NAMED.findall(str(error)):
+        return f"holds more than tensors ({', '.join(names)}), which could run code, so that it is not read"
+    return "cannot be read as a checkpoint, as it is none of torch, or holds more than tensors"
 
 
 def _joined(folder: Path, by_file: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,6 +30,17 @@ def folder_of(pipeline: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("verb", ["video", "generate"])
+def test_a_block_causal_model_is_streamed(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = folder_of("WanPipeline", tmp_path / "model")
+    (folder / "stream.json").write_text("{}")
+    for model in (str(folder), "embedded-face"):
+        result = CliRunner().invoke(app, [verb, "a fox", "--model", model])
+        assert result.exit_code == 2
+        assert "generates video block by block, as its stream.json says: use `patchpar stream`" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "pipeline", "message"),
     [

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
 from patchpar import FifoConfig, FifoOptions, FifoStreamingPipeline
+from patchpar.cli import app
 from patchpar.cli.video_file import StreamVideoFile
 from tests.cli.test_stream import decoded
 from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
@@ -22,7 +24,18 @@ SIZE = ("--height", 2 * ROWS, "--width", 2 * COLUMNS, "--fps", 20, "--text-token
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("face"))
+    return without_stream_json(write_folder(tmp_path_factory.mktemp("face"), hears=False))
+
+
+def without_stream_json(folder: Path) -> Path:
+    (folder / "stream.json").unlink()
+    return folder
+
+
+def test_a_block_causal_model_is_none_for_it(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["fifo", "a fox", "--model", "embedded-face", "-o", str(tmp_path / "a.mp4")])
+    assert result.exit_code == 2
+    assert "--model generates video block by block, of any length: use `patchpar stream`" in result.stderr
 
 
 def wanted(folder: Path, prompt: str, **arguments: Any) -> Tensor:

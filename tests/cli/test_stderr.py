@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from patchpar.cli.verbs import VERBS
 from tests.cli.our_lines import foreign
+from tests.cli.test_fifo import without_stream_json
 from tests.stream.test_convert import HIGH_NOISE, SAFETENSORS, original, prefixed
 from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
 from tests.tiny import build
@@ -56,7 +57,8 @@ def stream(folder: Path) -> list[object]:
 def fifo(folder: Path) -> list[object]:
     size = ("--height", 2 * ROWS, "--width", 2 * COLUMNS, "--fps", 20, "--text-tokens", TEXT, "--seconds", 0.1)
     queue = ("--window", 4, "--partitions", 2, "--first-steps", 2)
-    return ["a fox", "--model", folder_of_streams(folder), "--devices", "cpu", *size, *queue, "-o", folder / "a.mp4"]
+    model = without_stream_json(folder_of_streams(folder))
+    return ["a fox", "--model", model, "--devices", "cpu", *size, *queue, "-o", folder / "a.mp4"]
 
 
 def replay(folder: Path) -> list[object]:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ from patchpar.models.files import embedded_model
 from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import StreamJournal
+from patchpar.stream.model_index import SELF_FORCING
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk
@@ -322,6 +324,59 @@ def test_audio_and_video_come_from_devices(folder: Path, tmp_path: Path, monkeyp
     assert np.abs(heard[:9000]).mean() > 10 * np.abs(heard[14400:48000]).mean()
 
 
+@pytest.mark.parametrize("facts", ["file", "scheduler"])
+def test_a_model_of_the_hub_starts_from_a_video(facts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which kind of model it is says stream.json, or the scheduler, before weights are downloaded."""
+    folder = write_folder(tmp_path / "snapshot", hears=False)
+    if facts == "scheduler":
+        (folder / "stream.json").unlink()
+        (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": SELF_FORCING}))
+    asked: list[list[str]] = []
+
+    def downloaded(name: str, *, allow_patterns: list[str], **_: Any) -> str:
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+    video = write_video(tmp_path / "video.mp4", 9)
+    words = ("a fox", "--model", f"org/{facts}", "--input", video, "--strength", 0.7, "-o", tmp_path / "a.mp4")
+    result = run(*words, "--devices", "cpu:99")  # which is looked at after the kind of model, and of no image model
+    assert "between 1 and 16 CPU workers" in result.stderr
+    assert not any("safetensors" in pattern for pattern in asked[0])
+    if facts == "file":
+        assert run(*words, "--devices", "cpu").exit_code == 0
+        assert len(decoded(tmp_path / "a.mp4")[0]) >= 9
+
+
+def write_video(path: Path, frames: int) -> Path:
+    with av.open(str(path), "w") as container:
+        track = container.add_stream("mpeg4", rate=20)
+        track.width, track.height = 24, 16
+        for number in range(frames):
+            container.mux(
+                track.encode(av.VideoFrame.from_ndarray(np.full((16, 24, 3), 20 * number, np.uint8), "rgb24"))
+            )
+        container.mux(track.encode())
+    return path
+
+
+def test_what_a_model_starts_from_is_asked_for_before_it_is_loaded(tmp_path: Path) -> None:
+    folder, video = write_folder(tmp_path / "model", hears=False), write_video(tmp_path / "video.mp4", 3)
+    common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99", "--model", folder)  # which is looked at afterwards
+    assert "nothing of it is left: add --strength, such as 0.7" in run(*common, "--input", video).stderr
+    stream = json.loads((folder / "stream.json").read_text())
+    (folder / "stream.json").write_text(json.dumps({**stream, "sigmas": [0.7, 0.4, 0.0]}))
+    assert "starts at noise level 0.7: add --input" in " ".join(run(*common).stderr.split())
+    (folder / "stream.json").write_text(json.dumps(stream))
+    network = json.loads((folder / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps({**network, "in_channels": 36}))
+    assert "this model starts from an image: add --reference" in run(*common).stderr
+    (folder / "stream.json").unlink()
+    (folder / "scheduler" / "scheduler_config.json").unlink()
+    for way in ("`patchpar convert` makes a folder", "for `patchpar fifo`", "takes --input"):
+        assert way in " ".join(run(*common).stderr.replace("│", " ").split())
+
+
 def test_audio_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.wav").write_text("no sound")
     mute = write_folder(tmp_path / "mute", hears=False)
@@ -463,11 +518,64 @@ def test_a_dry_run_says_who_would_do_what_and_how_fast(folder: Path) -> None:
     assert fast["forecast"]["keeps_up"]
     slow = run(*words, "--costs", "step=0.4,decode=0.05").stdout
     assert "this does not keep up with 20 frames/s" in slow
-    assert run("--model", folder, "--dry-run", "--devices", "4").exit_code == 2  # 3 ranks for 2 steps
+
+
+def test_a_dry_run_has_the_plan_of_the_stream(folder: Path, tmp_path: Path) -> None:
+    """Of devices that it leaves it says what they are for."""
+    model = ("--model", folder)
+    for words, spare in ((("--devices", "cpu:4"), 1), (("--devices", "cpu:4", "--inner", 2), 0)):
+        forecast = json.loads(run(*model, *words, "--dry-run", "--json").stdout)
+        streamed = json.loads(run(*model, *words, "--seconds", 0.1, "-o", tmp_path / "a.mp4", "--json").stdout)
+        assert (streamed["plan"], forecast["spare_devices"]) == (forecast["plan"], spare)
+    more = run(*model, "--dry-run", "--devices", 9).stdout
+    assert "devices to spare, for one that fails: 6; with --inner 2 ranks would share each step" in more
+    assert "devices to spare" not in run(*model, "--dry-run", "--devices", 3).stdout
+
+
+@pytest.mark.parametrize(
+    ("history", "seconds"),
+    [("noisy", 0.1), ("clean", 2 * 0.1 + 0.1), ("recompute", 2 * 0.1 + (3 - 1) * 0.1 + 0.05)],
+)
+def test_a_forecast_counts_all_passes_of_a_block(history: str, seconds: float, folder: Path, tmp_path: Path) -> None:
+    """Of two steps and a window of three blocks; the last of these histories decodes on the rank that denoises."""
+    model = shutil.copytree(folder, tmp_path / "model")
+    facts = json.loads((model / "stream.json").read_text())
+    facts["blocks"]["history"] = history
+    (model / "stream.json").write_text(json.dumps(facts))
+    words = ("--model", model, "--dry-run", "--devices", 3, "--costs", "step=0.1,decode=0.05", "--json")
+    assert json.loads(run(*words).stdout)["forecast"]["fps"] == pytest.approx(4 / seconds, rel=0.03)
+
+
+def test_a_forecast_needs_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model of the hub would be gigabytes."""
+    folder = write_folder(tmp_path / "whole")
+
+    def downloaded(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
+        for pattern in ignore_patterns:
+            for file in folder.glob(pattern):
+                file.unlink()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", downloaded)
+    result = run("--model", "org/forecast", "--dry-run", "--devices", 3)
+    assert result.stdout.startswith("2 steps on 3 ranks"), result.stderr
+    left = [path for part in ("transformer", "vae", "text_encoder") for path in (folder / part).glob("*.safetensors")]
+    assert [path.name for path in left] == []
+
+
+def test_ranks_that_cannot_share_a_step_are_refused_before_any_starts(folder: Path, tmp_path: Path) -> None:
+    for words, message in (
+        (("--devices", 9, "--inner", 3, "--dry-run"), "this transformer has 2: use at most inner=2"),
+        (("--devices", "cpu:3", "--inner", 2, "-o", tmp_path / "a.mp4"), "4 in all, and there are 3"),
+        (("--inner", 0, "--dry-run"), "--inner 0: it must be above 0"),
+    ):
+        refused = run("--model", folder, *words)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.stderr.replace("│", " ").split())
 
 
 def test_ranks_that_share_a_step_are_priced_by_the_link_between_them(folder: Path) -> None:
-    words = ("--model", folder, "--dry-run", "--devices", 5)
+    words = ("--model", folder, "--dry-run", "--devices", 5, "--inner", 2)
     assert "ranks that share a step: each sends " in run(*words).stdout
     refused = run(*words, "--costs", "step=0.1,decode=0.05")
     assert refused.exit_code == 2

@@ -114,6 +114,22 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
         read_audio(path, 16000)
 
 
+@pytest.mark.parametrize("size", [None, 0, 0x7FFFFFFF, 2**32 - 1], ids=str)
+def test_a_wav_file_that_was_cut_off(size: int | None, tmp_path: Path) -> None:
+    """Unless its writer did not know how long it would be, as one that writes to a pipe."""
+    path = write_wav(tmp_path / "a.wav", tone(16000, 3.0), 16000)
+    data = bytearray(path.read_bytes()[: path.stat().st_size // 2])
+    if size is not None:
+        data[4:8] = size.to_bytes(4, "little")
+        data[40:44] = size.to_bytes(4, "little")
+    path.write_bytes(data)
+    if size is None:
+        with pytest.raises(PlanError, match=r"a.wav cannot be read as audio: it was cut off, and has \d+ of \d+ bytes"):
+            read_audio(path, 16000)
+    else:
+        assert read_audio(path, 16000).facts.endswith("1.5 s")
+
+
 @pytest.mark.parametrize(("rate", "layout"), [(22050, "mono"), (44100, "stereo")])
 def test_files_put_one_behind_another(rate: int, layout: str, tmp_path: Path) -> None:
     """Of another rate, or with more channels, as ADTS and MP3 allow it: heard as one."""

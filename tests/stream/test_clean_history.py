@@ -14,6 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.causal.runner import HISTORIES
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.events import Prompt
@@ -107,6 +108,25 @@ def test_all_steps_of_a_block_are_one_step_of_the_plan() -> None:
     config = StreamConfig.of({**STREAM, "blocks": {**STREAM["blocks"], "history": "clean"}})
     assert (config.steps, config.pipeline_steps) == (2, 1)
     assert StreamConfig.of(STREAM).pipeline_steps == 2
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_passes_of_a_block_are_those_of_the_forecast(history: Any) -> None:
+    """T of its steps, and 1 for clean keys and values, or one for each block of a window that is computed anew."""
+    window, passes = 3, list[int]()
+    made = clean(HISTORIES[history], window=window, history=history)
+    made._network.transformer.blocks[0].register_forward_pre_hook(lambda *_: passes.append(0))
+    at = list[int]()
+    states, decoder = [made.new_state(step) for step in range(made.steps)], made.new_decoder()
+    for block in range(BLOCKS):
+        payload = made.begin(block, (speech(block),))
+        for state in states:
+            payload = made.step(state, block, payload)
+        made.decode(decoder, payload)
+        at.append(len(passes))
+    options = CausalOptions(frames=FRAMES, window=window, history=history)
+    assert at[-1] - at[-2] == SCHEDULE.steps + options.extra_passes
+    assert options.extra_passes == {"noisy": 0, "clean": 1, "recompute": window - 1}[history]
 
 
 def test_bad_histories() -> None:

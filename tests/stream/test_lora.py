@@ -13,9 +13,10 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import LaunchError, PlanError, UnsupportedModel
 from patchpar.stream.causal.lora import LoraFile, merge_lora
 from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.worker_group import ModelLoading
 from tests.stream.test_convert import Touch
 from tests.stream.tiny import transformer, write_folder
 from tests.tensors import noise
@@ -147,9 +148,28 @@ def test_what_does_not_fit_is_refused_by_name(wrong: str, tmp_path: Path) -> Non
     change, message = WRONG[wrong]
     net = transformer()
     save_file(change(FORMS["diffusers"](net)), tmp_path / "lora.safetensors")
+    lora = LoraFile.of(tmp_path / "lora.safetensors")
     with pytest.raises(UnsupportedModel, match=message):
-        merge_lora(net, LoraFile.of(tmp_path / "lora.safetensors"))
+        merge_lora(net, lora)
     assert furthest(net, expected(transformer(), 0.0)) == 0, "nothing has been changed"
+
+
+def test_a_lora_is_looked_at_before_a_rank_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would load gigabytes first, and in a worker would die of it. The control: one that fits goes so far."""
+
+    def start(*_: Any) -> Any:
+        raise LaunchError("far enough")
+
+    monkeypatch.setattr(ModelLoading, "start", start)
+    folder, file = write_folder(tmp_path / "model"), tmp_path / "lora.safetensors"
+    fits = FORMS["diffusers"](transformer())
+    for content, kind, message in (
+        (fits, LaunchError, "far enough"),
+        ({**fits, f"{LAYER}.lora_A.weight": torch.ones(3, 7)}, UnsupportedModel, r"have shapes \(3, 7\) and"),
+    ):
+        save_file(content, file)
+        with pytest.raises(kind, match=message):
+            StreamingPipeline.from_pretrained(folder, devices="cpu:2", lora=file)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -25,6 +25,21 @@ def test_an_even_plan(steps: int, ranks: int, diagram: str) -> None:
     assert (plan.steps, plan.ranks) == (steps, ranks)
 
 
+@pytest.mark.parametrize(
+    ("steps", "devices", "inner", "diagram"),
+    [
+        (2, 2, 1, "2 steps on 2 ranks (rank 0: step 0; rank 1: step 1, decode)"),
+        (2, 9, 1, "2 steps on 3 ranks (rank 0: step 0; rank 1: step 1; rank 2: decode)"),
+        (2, 4, 2, "2 steps on 4 ranks (ranks 0-1: step 0; ranks 2-3: step 1, decode)"),
+        (2, 9, 2, "2 steps on 5 ranks (ranks 0-1: step 0; ranks 2-3: step 1; rank 4: decode)"),
+        (1, 3, 2, "1 step on 3 ranks (ranks 0-1: step 0; rank 2: decode)"),
+    ],
+)
+def test_a_plan_for_devices(steps: int, devices: int, inner: int, diagram: str) -> None:
+    """Steps are shared by no more ranks than is asked for, however many devices there are."""
+    assert str(StreamPlan.on_devices(steps, devices, inner=inner)) == diagram
+
+
 @pytest.mark.parametrize("plan", list(plans(5, 12)), ids=str)
 def test_every_step_and_rank_once(plan: StreamPlan) -> None:
     stages = plan.stages
@@ -56,6 +71,11 @@ def test_all_plans_differ() -> None:
         (lambda: StreamPlan.even(2, 5, decode="last"), "use 4 or 6, or decode='own'"),
         (lambda: StreamPlan.even(4, 1, decode="own"), "use at least 2 ranks"),
         (lambda: StreamPlan.even(0, 1), "at least 1 of each"),
+        (
+            lambda: StreamPlan.on_devices(2, 3, inner=2),
+            "inner=2: for this each step needs 2 devices, 4 in all, and there are 3",
+        ),
+        (lambda: StreamPlan.on_devices(1, 1, inner=0), "inner=0: it must be"),
         (lambda: StreamPlan.even(2, 3).stage_of(3), "ranks 0 to 2"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import stat
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from patchpar.cli.output_files import check_apart, check_can_write
 from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
+from patchpar.stream.model_index import is_block_causal
 from patchpar.stream.web.server import check_port
 
 PAGE = "page"
@@ -41,6 +43,7 @@ OF_VIDEO = (
     "record",
     "restarts",
     "lora",
+    "inner",
 )
 OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
@@ -77,6 +80,7 @@ class StreamFlags:
     lora: Annotated[str | None, typer.Option(help="A LoRA for the model: PATH, or PATH:SCALE.")] = None
     dtype: Format = None
     variant: Variant = None
+    inner: Annotated[int | None, more("Ranks that share each step; default: 1.")] = None
     dry_run: Annotated[bool, more("Only print the assignment of steps to ranks.", "--dry-run")] = False
     costs: Annotated[str | None, more("With --dry-run, seconds: step=0.265,decode=0.15.")] = None
     restarts: Annotated[int | None, more("Of dead workers within a minute; default: 3.")] = None
@@ -92,7 +96,7 @@ class StreamFlags:
         self._check_speech()
         check_length(self.seconds)
         check_strength(self.strength)
-        for name in ("fps", "steps", "height", "width", "audio_rate", "audio_channels"):
+        for name in ("fps", "steps", "height", "width", "audio_rate", "audio_channels", "inner"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be above 0")
@@ -169,7 +173,7 @@ class StreamFlags:
     @property
     def is_video(self) -> bool:
         """Whether a block-causal model generates the stream: its folder says how, in stream.json."""
-        return self.input is None or (self.model is not None and is_block_causal(self.model))
+        return self.input is None or (self.model is not None and is_streamed(self.model))
 
     @property
     def has_camera(self) -> bool:
@@ -221,6 +225,11 @@ def device_of(text: str) -> str | None:
     return text.partition(":")[2] or None
 
 
-def is_block_causal(model: str) -> bool:
-    """Whether a model is known to generate video block by block, without loading anything."""
-    return model == FACE or (path_of(model) / "stream.json").is_file()
+def is_streamed(model: str) -> bool:
+    """Whether a model generates video block by block, by facts of its folder or repository. Raises PlanError."""
+    return model == FACE or (is_block_causal(model) if path_of(model).exists() else _is_streamed_of_hub(model))
+
+
+@cache
+def _is_streamed_of_hub(model: str) -> bool:
+    return is_block_causal(model)

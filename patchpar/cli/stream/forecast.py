@@ -25,15 +25,25 @@ ITEM = 2
 def forecast(request: StreamFlags) -> None:
     """Print the plan and, with --costs, the expected speed. Raises PlanError."""
     from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.plan import StreamPlan
 
-    folder = StreamFolder.read(request.weights)
-    plan = StreamPlan.even(folder.config.pipeline_steps, number_of(request.devices))
-    found = _figures(plan, folder, request.costs)
+    folder, devices = StreamFolder.read(request.weights, has_weights=False), number_of(request.devices)
+    plan = plan_of(folder, devices, request.inner)
+    found = _figures(plan, folder, request.costs) | {"spare_devices": devices - plan.ranks}
     if request.json:
         print_json(found)
     else:
-        _print(found)
+        _print(found, most_shared=min(devices // plan.steps, folder.heads) if plan.inner == 1 else 1)
+
+
+def plan_of(folder: StreamFolder, devices: int, inner: int | None) -> StreamPlan:
+    """Return the plan of a stream of this model. `inner`: ranks per step, None for one. Raises PlanError."""
+    from patchpar.stream.causal.step_sharding import check_inner
+    from patchpar.stream.plan import StreamPlan
+
+    plan = StreamPlan.on_devices(folder.config.pipeline_steps, devices, inner=1 if inner is None else inner)
+    if plan.inner > 1:
+        check_inner(plan.inner, heads=folder.heads)
+    return plan
 
 
 def number_of(devices: str) -> int:
@@ -103,7 +113,8 @@ def _of_stages(costs: dict[str, float], config: StreamConfig) -> dict[str, float
     return {**costs, "step": costs["step"] * (config.steps + config.blocks.extra_passes) + decoded}
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print(found: dict[str, Any], most_shared: int) -> None:
+    """`most_shared`: the most ranks that might share a step; 1 if there are none, or if they do so in this plan."""
     typer.echo(found["plan"])
     due, fps = found["seconds_per_block"], found["model_fps"]
     typer.echo(
@@ -114,6 +125,9 @@ def _print(found: dict[str, Any]) -> None:
     if "bytes_exchanged" in found:
         sent = found["bytes_exchanged"] / 1e6
         typer.echo(f"ranks that share a step: each sends {sent:.3g} MB per step and block in bfloat16, in attention")
+    if found["spare_devices"]:
+        instead = f"; with --inner {most_shared} ranks would share each step" if most_shared > 1 else ""
+        typer.echo(f"devices to spare, for one that fails: {found['spare_devices']}{instead}")
     if "forecast" not in found:
         typer.echo("expected speed: add --costs step=SECONDS,decode=SECONDS, of one block on one device")
         return

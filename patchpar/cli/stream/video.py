@@ -14,6 +14,7 @@ from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import FACE
 from patchpar.cli.output_files import removed_after_error
 from patchpar.cli.stream.flags import SPEECH
+from patchpar.cli.stream.forecast import plan_of
 from patchpar.cli.stream.live_inputs import LiveInputs
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, show_all
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.delivery import Pacing
+    from patchpar.stream.plan import StreamPlan
 
 HOLD = 0.5
 """Seconds after which the status line shows that a stream is being resumed."""
@@ -36,6 +38,7 @@ def stream_video(request: StreamFlags) -> None:
 
     folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None
+    _check_start(request, folder)
     live = LiveInputs.of(request, folder.rate)
     if request.reference is not None:
         reference = load_reference_image(request.reference, config.height, config.width)
@@ -44,6 +47,17 @@ def stream_video(request: StreamFlags) -> None:
         report = _run(request, folder, given | {"live": live}, stack, ranks)
     report.write(request.json)
     report.finish(is_endless=request.is_endless)
+
+
+def _check_start(request: StreamFlags, folder: StreamFolder) -> None:
+    """Raise PlanError, before anything is loaded, for a stream that lacks what its model starts from."""
+    level = folder.config.schedule.begun_at(request.strength).sigmas[0]
+    if request.input is not None and level == 1:
+        raise PlanError("--input at noise level 1, where nothing of it is left: add --strength, such as 0.7")
+    if request.input is None and level < 1:
+        raise PlanError(f"this model starts at noise level {level:g}: add --input, a video or camera to start from")
+    if request.reference is None and folder.config.reference is None and folder.starts_from_image:
+        raise PlanError("this model starts from an image: add --reference face.png")
 
 
 def _of_speech(request: StreamFlags, folder: StreamFolder) -> dict[str, Any]:
@@ -89,9 +103,8 @@ def _run(
     fps, live = request.fps or folder.config.fps, given.pop("live")
     screens = FrameOutputs.pages(request, fps, folder.rate, stack, live.page)
     print_line = screens.status_line(show_line)
-    pipe = ranks.load(
-        lambda: StreamingPipeline.from_pretrained(request.weights, lora=request.lora, **request.for_loading())
-    )
+    loading = {"lora": request.lora, "plan": _plan(request, folder), **request.for_loading()}
+    pipe = ranks.load(lambda: StreamingPipeline.from_pretrained(request.weights, **loading))
     screens = screens.with_file(stack)
     pace: Pacing = "realtime" if request.is_live else "fast"
     keep_alive = live.audio is not None and (request.is_live or not live.audio.ends)
@@ -113,6 +126,15 @@ def _run(
     elif request.record is not None:
         written.append(request.record)
     return StreamReport(plan=plan, ranks=ranks, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+
+
+def _plan(request: StreamFlags, folder: StreamFolder) -> StreamPlan | None:
+    """With ranks that share each step, if the flags say so. Raises PlanError."""
+    if request.inner is None:
+        return None
+    from patchpar.launch.slurm import resolve_devices_of_task
+
+    return plan_of(folder, len(resolve_devices_of_task(request.devices).names), request.inner)
 
 
 def parts_of(chunks: Iterable[Any], session: Any, note: Callable[[], str] = str) -> Iterator[TimedFrames]:

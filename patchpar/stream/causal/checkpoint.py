@@ -18,8 +18,11 @@ from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import MALFORMED, dtype_of, load_pipeline, with_dtype
-from patchpar.models.speech.parts import align_weights
-from patchpar.stream.causal.lora import LORA, LoraFile, merge_lora
+from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
+from patchpar.models.speech.parts import SpeechParts, align_weights
+from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
+from patchpar.stream.audio.conditioner import AudioConditioner
+from patchpar.stream.causal.lora import LORA, LoraFile, check_lora, merge_lora
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 from patchpar.stream.weight_files import are_original, as_diffusers, first_names
 
@@ -58,6 +61,24 @@ def load_wan(
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # not used by streams
     return pipe
+
+
+def hearing_of(folder: Path, *, has_weights: bool = True) -> AudioConditioner | SpeechParts | None:
+    """Return what a model hears with, on the CPU; None if it takes no audio. `has_weights`: or, if large, without them.
+
+    Raises PlanError.
+    """
+    if (folder / HIGH_NOISE / AUDIO_FILE).is_file():
+        return AudioConditioner.load(folder / HIGH_NOISE)
+    if not (folder / HIGH_NOISE / SPEECH_FILE).is_file():
+        return None
+    return SpeechParts.load(folder / HIGH_NOISE) if has_weights else SpeechParts.hollow(folder / HIGH_NOISE)
+
+
+def check_lora_fits(folder: Path, lora: LoraFile) -> None:
+    """Raise UnsupportedModel for a LoRA of another model, and PlanError for a bad file, without loading the model."""
+    hollow = hollow_transformer(WanTransformer3DModel, folder, {})
+    check_lora(hollow, lora, hearing_of(folder, has_weights=False))
 
 
 def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> WanTransformer3DModel:

@@ -66,6 +66,13 @@ class LoraFile:
         return f"{self.path}:{self.scale:g}"
 
 
+def refuse_lora(file: Path, entries: Mapping[str, Any]) -> None:
+    """Raise PlanError for a checkpoint of which all weights are factors of a LoRA."""
+    parts = [x for x in entries.values() if isinstance(x, Mapping)] or [entries]
+    if all(any(FACTOR.fullmatch(str(name)) for name in part) for part in parts):
+        raise PlanError(f"{file} is a LoRA: give it with --lora, and the model's weights as the checkpoint")
+
+
 @torch.no_grad()
 def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None = None) -> int:
     """Add a LoRA to the weights of `transformer`, which keep their dtypes; returns the number of changed layers.
@@ -73,6 +80,28 @@ def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None 
     `beside`: a module with further layers that it may change, under names of their own. Raises UnsupportedModel, with
     nothing changed, for weights that do not fit; PlanError for a file that cannot be read.
     """
+    weights, changed = _fitting(transformer, lora, beside)
+    of_all = _alpha_of(lora.path)
+    of_all = lora.alpha if of_all is None else of_all
+    for layer, names in changed:
+        weight: Any = layer.weight
+        down, up = weights[names["down"]], weights[names["up"]]
+        alpha = float(weights[names["alpha"]]) if "alpha" in names else of_all
+        factor = lora.scale * (len(down) if alpha is None else alpha) / len(down)
+        weight.copy_(weight.float() + (factor * (up.float() @ down.float())).to(weight.device))
+    return len(changed)
+
+
+def check_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None = None) -> None:
+    """Raise what `merge_lora` would raise. Layers of `transformer` and `beside` may be on the meta device."""
+    _fitting(transformer, lora, beside)
+    _alpha_of(lora.path)
+
+
+def _fitting(
+    transformer: nn.Module, lora: LoraFile, beside: nn.Module | None
+) -> tuple[dict[str, Tensor], list[tuple[Any, dict[str, str]]]]:
+    """Return the weights of a LoRA, and for each layer that it changes the names of its own. Raises PlanError."""
     entries = read_entries(lora.path)
     weights = tensors_of(lora.path, entries, entry_of(entries, ENTRIES))
     by_module = _names_by_module(lora.path, weights)
@@ -80,15 +109,7 @@ def merge_lora(transformer: nn.Module, lora: LoraFile, beside: nn.Module | None 
     layers = dict(transformer.named_modules()) | dict(() if beside is None else beside.named_modules())
     for module, names in by_module.items():
         _check(lora.path, weights, names, layers.get(renamed[module]))
-    of_all = _alpha_of(lora.path)
-    of_all = lora.alpha if of_all is None else of_all
-    for module, names in by_module.items():
-        weight: Any = layers[renamed[module]].weight
-        down, up = weights[names["down"]], weights[names["up"]]
-        alpha = float(weights[names["alpha"]]) if "alpha" in names else of_all
-        factor = lora.scale * (len(down) if alpha is None else alpha) / len(down)
-        weight.copy_(weight.float() + (factor * (up.float() @ down.float())).to(weight.device))
-    return len(by_module)
+    return weights, [(layers[renamed[module]], names) for module, names in by_module.items()]
 
 
 def _names_by_module(file: Path, weights: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:

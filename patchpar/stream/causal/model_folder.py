@@ -9,11 +9,14 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.plan.json_files import read_object
+from patchpar.plan.scalars import is_whole
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.json_fields import whole
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, local_folder
 
+HEAVY = (HIGH_NOISE, LOW_NOISE, "vae", "text_encoder", "image_encoder", "audio_encoder")
+"""Parts with weights."""
 LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
 """Parts whose class in model_index.json is ignored, see `checkpoint`."""
 
@@ -30,13 +33,18 @@ class StreamFolder:
 
     @classmethod
     def read(
-        cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
+        cls,
+        model: str | Path,
+        *,
+        config: StreamConfig | None = None,
+        options: Mapping[str, Any] | None = None,
+        has_weights: bool = True,
     ) -> "StreamFolder":
         """Read a folder, an embedded model of the package, or a model of the hub, which is downloaded.
 
-        `config`: replaces stream.json. Raises PlanError.
+        `config`: replaces stream.json. `has_weights`: or without them, which are not downloaded then. Raises PlanError.
         """
-        folder, options = local_folder(model, options or {}, besides=LOADED_BY_US)
+        folder, options = local_folder(model, options or {}, besides=LOADED_BY_US, unread=() if has_weights else HEAVY)
         return cls(
             path=str(folder),
             options={name: value for name, value in options.items() if value is not None},
@@ -51,8 +59,24 @@ class StreamFolder:
         return (Path(self.path) / HIGH_NOISE / SPEECH_FILE).is_file()
 
     @property
+    def starts_from_image(self) -> bool:
+        """Whether a stream needs a reference. Raises PlanError."""
+        facts = self._transformer
+        known = [facts.get(name) for name in ("in_channels", "out_channels")]
+        return self.hears_speech or (is_whole(known[0]) and is_whole(known[1]) and known[0] > known[1])
+
+    @property
     def frames(self) -> int:
         return self.config.blocks.frames * self.per_latent
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of the transformer, which ranks that share a step divide. Raises PlanError."""
+        return whole("num_attention_heads of the transformer", self._transformer.get("num_attention_heads"), 1, 2**20)
+
+    @property
+    def _transformer(self) -> Mapping[str, Any]:
+        return read_object(Path(self.path) / HIGH_NOISE / "config.json")
 
     def exchange_bytes(self, itemsize: int) -> int:
         """Return the bytes of queries, keys, values and outputs of all layers, of the tokens of a block.

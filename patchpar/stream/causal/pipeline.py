@@ -64,18 +64,18 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         rank may wait for another. Other options are those of diffusers' from_pretrained; the dtype is bfloat16 by
         default on accelerators. Raises PlanError, UnsupportedModel, LaunchError.
         """
-        merged = {} if lora is None else {LORA: str(LoraFile.of(lora))}
+        file = None if lora is None else LoraFile.of(lora)
         known = StreamFolder.read(folder, config=config, options=options)
         config = known.config
-        if merged and low_noise_below(Path(known.path)) is not None:
-            raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
+        if file is not None:
+            _check_lora(Path(known.path), file)
         found = resolve_devices_of_task(devices)
-        plan = plan or StreamPlan.even(config.pipeline_steps, min(len(found.names), config.pipeline_steps + 1))
+        plan = plan or StreamPlan.on_devices(config.pipeline_steps, len(found.names))
         _check(plan, config, found)
         loading = ModelLoading(
             folder=known.path,
             config=config,
-            options=with_default_dtype(known.options, found.names) | merged,
+            options=with_default_dtype(known.options, found.names) | ({} if file is None else {LORA: str(file)}),
             devices=found.names,
             deadline=deadline,
         )
@@ -207,6 +207,15 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
+
+
+def _check_lora(folder: Path, lora: LoraFile) -> None:
+    """Raise UnsupportedModel, PlanError for a LoRA that cannot be merged, before ranks load the model."""
+    if low_noise_below(folder) is not None:
+        raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
+    from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
+
+    check_lora_fits(folder, lora)
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:

@@ -14,13 +14,10 @@ from patchpar.comm.device_links import DeviceLinks
 from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.features import SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
-from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.mesh import Axis
-from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
-from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.causal_wan import CausalWan, Hearing
-from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.stream.causal.checkpoint import RequiredWeights, hearing_of, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
@@ -81,16 +78,9 @@ class StreamRunner(StageRunner):
         return replace(links, pairs=(*links.pairs, (finisher, 0))) if finisher else links
 
     def _audio_of(self, folder: Path, *, has_steps: bool) -> Hearing | None:
-        """What the model hears with, on the CPU; without weights on a rank that only decodes.
-
-        The rank that begins blocks has wav2vec2.
-        """
-        if (folder / HIGH_NOISE / AUDIO_FILE).is_file():
-            return AudioConditioner.load(folder / HIGH_NOISE)
-        if not (folder / HIGH_NOISE / SPEECH_FILE).is_file():
-            return None
-        parts = SpeechParts.load(folder / HIGH_NOISE) if has_steps else SpeechParts.hollow(folder / HIGH_NOISE)
-        if self._context.rank == 0:
+        """What the model hears with, on the CPU. The rank that begins blocks has wav2vec2."""
+        parts = hearing_of(folder, has_weights=has_steps)
+        if isinstance(parts, SpeechParts) and self._context.rank == 0:
             facts = parts.config
             parts.features = SpeechFeatures.load(
                 folder / SPEECH_FOLDER, rate=facts.rate, layers=facts.layers, features=facts.features
