@@ -73,10 +73,12 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
 def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on stderr; yields a function to call with (step, number of steps). `first`: initial text.
 
-    Where the `with` block raises before the first step, nothing is left of the bar.
+    Under torchrun rank 0 shows it. Where the `with` block raises before the first step, nothing is left of the bar.
     """
     from rich.console import Console  # slow, and needed by the verbs that generate only
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from patchpar.launch.torchrun_variables import is_first_process
 
     columns = (
         SpinnerColumn(),
@@ -85,7 +87,7 @@ def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True))
+    bar = Progress(*columns, console=Console(stderr=True), disable=not is_first_process())
     with _despite_full_log(bar):
         task = bar.add_task(first, total=None)
 

@@ -28,7 +28,7 @@ def recovers(text: str) -> bool:
 
 def refuse_torchrun(verb: str) -> None:
     """Raise PlanError under torchrun for a verb that starts workers of its own: each process would start them."""
-    from patchpar.launch.torchrun import torchrun_world
+    from patchpar.launch.torchrun_variables import torchrun_world
 
     if torchrun_world() is not None:
         raise PlanError(f"{verb} starts its own workers: start it without torchrun")

@@ -231,7 +231,7 @@ def read_plan(plan: str, strategy: str | None = None) -> Plan:
 
 def _count(devices: str) -> int:
     from patchpar.launch.devices import resolve_devices
-    from patchpar.launch.torchrun import torchrun_world
+    from patchpar.launch.torchrun_variables import torchrun_world
 
     return torchrun_world() or len(resolve_devices(devices).names)
 

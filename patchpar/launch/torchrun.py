@@ -40,16 +40,9 @@ from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_
 from patchpar.launch.shared_secret import NetworkTrust
 from patchpar.launch.time_limit import longest_wait
 from patchpar.launch.torchrun_connection import TorchrunConnection, connect_ranks
+from patchpar.launch.torchrun_variables import RANK_VARIABLES, torchrun_world
 
 WAIT_FOR_OTHERS = 1.5  # deadlines for which a rank that has ended a call waits for the others
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-
-def torchrun_world() -> int | None:
-    """Return the world size of torchrun; None if torchrun has not started this process."""
-    if not all(os.environ.get(name, "").isdigit() for name in RANK_VARIABLES):
-        return None
-    return int(os.environ["WORLD_SIZE"])
 
 
 class TorchrunContext(OwnProcessContext):

@@ -5,7 +5,7 @@ import logging
 import threading
 
 from patchpar.launch.devices import resolve_devices
-from patchpar.launch.torchrun import torchrun_world
+from patchpar.launch.torchrun_variables import torchrun_world
 from patchpar.plan.plan import Plan
 
 IMAGE_PROCESSORS = "transformers.utils.import_utils"

@@ -51,7 +51,7 @@ class CallController:
         self._previewed = 0  # the last step with a preview
         self._bar: Any = None
         self._on_step: Callable[[int, int], object] | None = None
-        self._bar_options: Mapping[str, Any] = {}
+        self._bar_options: Mapping[str, Any] | None = None  # None: there is no progress bar, as of jobs
         self._random: RandomState | None = None  # None: that of the thread which makes the call
         self._autocast = caller_autocast()
         self._callback = self._take_callback()
@@ -132,7 +132,8 @@ class CallController:
             random=self._random or (caller_random_state() if self._kind == "local" else None),
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",
-            quiet=self._kind == "local" or self._on_step is not None,
+            quiet=self._kind == "local" or self._on_step is not None or self._bar_options is None,
+            progress_bar=self._bar_options,
             tracing=tracing,
             previews=0 if self._previews is None or self._previews.decoded else self._previews.count,
             decoded_previews=self._previews.count if self._previews is not None and self._previews.decoded else 0,
@@ -201,7 +202,7 @@ class CallController:
         if self._bar is None:
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-            self._bar = tqdm(**{"total": total, **self._bar_options})
+            self._bar = tqdm(**{"total": total, **(self._bar_options or {})})
         self._bar.update(1)
 
     def _prepare_for_output(self) -> None:

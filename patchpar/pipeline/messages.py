@@ -79,15 +79,16 @@ class CallOptions:
     `pipeline.graph_option`. `symmetric_memory`: small exchanges go through memory that GPUs share, where there is such.
     `random`: None keeps the ranks' own random states. `has_callback`: the caller has a callback_on_step_end.
     `same_everywhere`: all ranks take rank 0's random state and final state, since under torchrun each process has its
-    own. `quiet`: no progress bar on the ranks, since the caller shows one. `tracing`: record every event. `previews`:
-    the caller gets the latents of so many steps between the first and the last, and those of the last; or, with
-    `decoded_previews`, the decoded images of so many, which all ranks of the call make together. `records`: one
-    rank of each prompt group sends a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier
-    call with the same arguments; the pipeline gets these predictions, and the first denoiser call that is made is the
-    one behind them. `adapters`: names and scales of those that act in this call; None for the pipeline's selection.
-    `switches`: torch's in the caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the
-    names of dtypes of the caller's autocast, by type of device. `noise_of_first`: the first of the ranks samples for
-    all, see `shard.shared_noise`.
+    own. `quiet`: no progress bar on the ranks, as where the caller shows one. `progress_bar`: the options of the bar
+    that a rank shows; None for the pipeline's own. `tracing`: record every event. `previews`: the caller gets the
+    latents of so many steps between the first and the last, and those of the last; or, with `decoded_previews`, the
+    decoded images of so many, which all ranks of the call make together. `records`: one rank of each prompt group sends
+    a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier call with the same arguments;
+    the pipeline gets these predictions, and the first denoiser call that is made is the one behind them. `adapters`:
+    names and scales of those that act in this call; None for the pipeline's selection. `switches`: torch's in the
+    caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the names of dtypes of the
+    caller's autocast, by type of device. `noise_of_first`: the first of the ranks samples for all, see
+    `shard.shared_noise`.
     """
 
     plan: Plan
@@ -109,6 +110,7 @@ class CallOptions:
     autocast: Mapping[str, str] = field(default_factory=dict)
     noise_of_first: bool = False
     quiet: bool = field(default=False, metadata=ANY_RANK)
+    progress_bar: Mapping[str, Any] | None = field(default=None, metadata=ANY_RANK)
     tracing: bool = field(default=False, metadata=ANY_RANK)
     previews: int = field(default=0, metadata=ANY_RANK)
 

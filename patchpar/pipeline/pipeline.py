@@ -240,10 +240,8 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
         self._state.wanted, self._state.plan = Plan(), None
 
     def set_progress_bar_config(self, **config: Any) -> None:
-        """Set options of the progress bar, as in diffusers."""
+        """Set options of the progress bar, as in diffusers. Under torchrun each process may set others."""
         self._state.progress = config
-        if self._executor.kind != "local":
-            self._state.ask("apply", "set_progress_bar_config", (), config)
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the pipeline and its networks run on all ranks; attributes are copies from rank 0."""

@@ -91,8 +91,8 @@ class PipelineCall:
                 stack.enter_context(self.calls.hooks_on(self.pipe))
             if self.context.world_size > 1:  # heartbeats are read
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
-            if self.options.quiet or not self.context.is_first:
-                stack.enter_context(no_progress_bar(self.pipe))
+            is_hidden = self.options.quiet or not self.context.is_first
+            stack.enter_context(progress_bars(self.pipe, self.options.progress_bar, disable=is_hidden))
             self._networks = stack.enter_context(undone_after_failure(self.pipe, kwargs))
             stack.enter_context(empty_schedules_refused(self.pipe, arguments))
             return self.pipe(**arguments)
@@ -223,11 +223,13 @@ def _moved(value: Any, like: Any) -> Any:
 
 
 @contextmanager
-def no_progress_bar(pipe: Any) -> Iterator[None]:
-    """Disable the progress bars of a pipeline, and of pipelines and blocks inside it."""
+def progress_bars(pipe: Any, options: Mapping[str, Any] | None = None, *, disable: bool) -> Iterator[None]:
+    """Give progress bars of a pipeline, and of pipelines and blocks inside it, these options, None for their own."""
+    more = {"disable": True} if disable else {}
     with HookSet() as hooks:
         for each in _with_bars(pipe):
-            hooks.replace(each, BAR, {**(vars(each).get(BAR) or {}), "disable": True})
+            own = vars(each).get(BAR) if options is None else options
+            hooks.replace(each, BAR, {**(own or {}), **more})
         yield
 
 

@@ -15,7 +15,8 @@ from patchpar.launch.ray.executor import RayExecutor
 from patchpar.launch.shared_secret import check_trust, read_secret
 from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.launch.start_method import resolve_start_method
-from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.launch.torchrun import TorchrunExecutor
+from patchpar.launch.torchrun_variables import torchrun_world
 from patchpar.models.files import path_of
 from patchpar.pipeline.graph_option import check_graphs
 from patchpar.plan.plan import Plan

@@ -33,6 +33,17 @@ def test_a_bar_is_left_of_a_run_that_has_begun_only(capsys: pytest.CaptureFixtur
     assert ("generating" in found and "1/4" in found, found == "") == (steps > 0, steps == 0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_of_torchrun_has_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with progress("generating") as step:
+        step(4, 4)
+    assert ("4/4" in capsys.readouterr().err) == (rank == 0)
+
+
 class FullLog(io.StringIO):
     """A file on a full disk."""
 

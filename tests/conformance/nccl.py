@@ -89,7 +89,7 @@ class SimulatedCommunicator:
         self.advance()
 
     def advance(self) -> None:
-        """Carry out what can be."""
+        """Carry out what can be: a message may end an operation of a rank that has been looked at before."""
         while any([self._step(rank) for rank in self.ranks]):
             pass
 
@@ -98,6 +98,7 @@ class SimulatedCommunicator:
         return [f"{self.name}: {group}" for rank in self.ranks for group in self.queues[rank]]
 
     def _step(self, rank: int) -> bool:
+        """Carry out what can be of the first of a rank's queue; return whether another rank may go on by it."""
         if not self.queues[rank]:
             return False
         head = self.queues[rank][0]
@@ -107,31 +108,31 @@ class SimulatedCommunicator:
             head.has_begun = True
             for op in head.operations:
                 self._channel(rank, op).append((op, head))
-        for op in head.operations:
-            self._message(rank, op, head)
+        num_carried = sum([self._message(rank, op, head) for op in head.operations])
         head.is_over = all(op.is_over for op in head.operations)
         if head.is_over:
             self.queues[rank].popleft()
-        return head.is_over
+        return head.is_over or num_carried > 0
 
     def _channel(self, rank: int, op: Operation, *, other: bool = False) -> list[tuple[Operation, Group]]:
         """The operations so far of one side of a pair of ranks, in one direction."""
         pair = (rank, op.peer) if op.is_send else (op.peer, rank)
         return self._channels[(op.is_send != other, *pair)]
 
-    def _message(self, rank: int, op: Operation, group: Group) -> None:
-        """Carry a message if both sides have begun."""
+    def _message(self, rank: int, op: Operation, group: Group) -> bool:
+        """Carry a message if both sides have begun; return whether that was now."""
         if op.is_over:
-            return
+            return False
         own, others = self._channel(rank, op), self._channel(rank, op, other=True)
         number = next(index for index, (each, _) in enumerate(own) if each is op)
         if number >= len(others):
-            return
+            return False
         other, peers_group = others[number]
         self._same_point([group, peers_group])
         send, receive = (op, other) if op.is_send else (other, op)
         self._carry(send.buffer, receive.buffer, group)
         op.is_over = other.is_over = True
+        return True
 
     def _collective(self) -> bool:
         """Carry out a collective if all ranks are at one."""

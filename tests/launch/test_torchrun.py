@@ -20,8 +20,9 @@ from patchpar.launch.default_group import GroupRank
 from patchpar.launch.executor import Callbacks
 from patchpar.launch.messages import unpack
 from patchpar.launch.shared_secret import NetworkTrust
-from patchpar.launch.torchrun import TorchrunContext, TorchrunExecutor, torchrun_world
+from patchpar.launch.torchrun import TorchrunContext, TorchrunExecutor
 from patchpar.launch.torchrun_connection import TorchrunConnection, connect_ranks
+from patchpar.launch.torchrun_variables import torchrun_world
 from tests.forked import forked
 from tests.launch.conftest import TOY
 

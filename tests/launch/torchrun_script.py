@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.launch.torchrun import TorchrunExecutor
+from patchpar.launch.torchrun_variables import torchrun_world
 from tests.launch.conftest import TOY
 from tests.launch.plain import Strange
 from tests.launch.test_links import listening

@@ -13,7 +13,7 @@ from diffusers.modular_pipelines.flux import FluxAutoBlocks
 from diffusers.modular_pipelines.stable_diffusion_xl import StableDiffusionXLAutoBlocks
 
 from patchpar import ParallelPipeline, PlanError
-from patchpar.pipeline.pipeline_call import no_progress_bar
+from patchpar.pipeline.pipeline_call import progress_bars
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, generator, relative_error
@@ -93,7 +93,7 @@ def test_one_rank_has_a_progress_bar(plain: Any, capfd: pytest.CaptureFixture[st
     """The loop that has it is a block within blocks."""
     images(plain)
     assert "2/2" in capfd.readouterr().err
-    with no_progress_bar(plain):
+    with progress_bars(plain, disable=True):
         images(plain)
     assert capfd.readouterr().err == ""
 

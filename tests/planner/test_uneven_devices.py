@@ -23,6 +23,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.replay.device_catalogue import DEVICES
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.plan.replay.price import AS_GRAPH, ASSUMED
 from patchpar.plan.replay.tape import Boundary, Operator, Send, Wait
 from patchpar.shard.verification_cache import VerificationCache
 from tests.unit.test_measured_machine import DEVICE
@@ -104,6 +105,44 @@ def test_guidance_branches_of_a_part_sit_on_devices_of_equal_speed() -> None:
     assert found.plan.ratio[0] > found.plan.ratio[1]
 
 
+class Captured(Simulated):
+    """Steps of several ranks are graphs; on one device the process takes longer to launch them than any device."""
+
+    def __call__(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        self.asked.append(plan)
+        ranks = ranks_of_image(plan, partial(recorded, plan, self._sent))
+        if plan.world_size > 1:
+            return PlanForecasts(ranks, plan, self.machine, steps=1, warm_up_steps=0, assumed=AS_GRAPH).on(order)
+        waits = replace(ASSUMED, launch=1.0)
+        alone = PlanForecasts(ranks, plan, self.machine, steps=1, warm_up_steps=0, assumed=waits).on(order)
+        return replace(alone, launching=0.0)
+
+
+def test_devices_that_wait_for_launches_alone_have_parts_by_their_kernels() -> None:
+    """By whole steps they would be about as fast as each other, and a slower one might be taken first."""
+    machine = Machine.parse("1xL40+2xH100")
+    simulate = Captured(machine)
+    alone = [simulate(Plan(), (number, *({0, 1, 2} - {number}))).step.seconds for number in (0, 1)]
+    assert alone[0] == pytest.approx(alone[1], rel=0.1)
+    found = UnevenDevices(machine, simulate)
+    assert set(found(Plan(patch=2)).order[:2]) == {1, 2}
+    seconds = computing(found(Plan(patch=3)))
+    assert max(seconds.values()) <= 1.1 * min(seconds.values())
+
+
+def test_devices_as_fast_alone_have_other_parts_where_one_computes_longer() -> None:
+    """As where a process launches what one device does, and the part of a rank is too large to wait for launches."""
+    machine = Machine.parse("1xL40+1xH100")
+
+    class AsFast(Simulated):
+        def __call__(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+            found = super().__call__(plan, order)
+            return found if plan.patch > 1 else replace(found, step=replace(found.step, seconds=1.0))
+
+    found = UnevenDevices(machine, AsFast(machine))(Plan(patch=2))
+    assert found.plan.parts[found.order.index(1)] > found.plan.parts[found.order.index(0)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_subset_of_the_devices_is_faster(seed: int) -> None:
     """Against every set of devices with parts by speed, for random machines of three devices."""
@@ -178,7 +217,7 @@ def test_memory_is_that_of_the_device_of_each_rank() -> None:
 @pytest.mark.breadth
 def test_a_real_model_on_two_cards_has_the_larger_part_on_the_faster(tmp_path: Path) -> None:
     options: dict[str, Any] = {"torch_dtype": "float16"}
-    call = {"height": 512, "width": 512}
+    call = {"height": 1024, "width": 1024}
     simulator = Simulator("embedded", "1xRTX4090+1xH100-pcie5", options, call, VerificationCache(tmp_path))
     found = search(simulator.machine, 1, "exact", simulator.of)
     forecasts = [each for each in found.ranked if each.plan.patch == 2]

@@ -1,6 +1,7 @@
 """Plans on devices of several kinds: the fastest ones that a plan needs, and a part of the image for each by its speed.
 
-Speeds are those of the whole call on one device. Ranks with the same part of the image, one for each guidance branch,
+Speeds are those of the whole call on one device, of its kernels alone where plans of several run as graphs: one device
+may have to wait for launches, and they do not. Ranks with the same part of the image, one for each guidance branch,
 sit on devices of about equal speed. Parts begin in proportion to speeds; then each is scaled by how much longer or
 shorter its rank computes than the others, as long as that makes the step shorter.
 """
@@ -27,12 +28,9 @@ class UnevenDevices:
 
     def __init__(self, machine: AnyMachine, simulate: Simulate, *, in_order: bool = False) -> None:
         self._simulate, self._devices, self._in_order = simulate, machine.devices, in_order
-        by_kind: dict[str, float] = {}
-        for number in range(machine.devices):
-            name = machine.device_at(number).name
-            if name not in by_kind:
-                by_kind[name] = simulate(Plan(), self._order([number])).step.seconds
-        self._seconds = [by_kind[machine.device_at(number).name] for number in range(machine.devices)]
+        self._kinds = [machine.device_at(number).name for number in range(machine.devices)]
+        alone = {kind: simulate(Plan(), self._order([self._kinds.index(kind)])) for kind in dict.fromkeys(self._kinds)}
+        self._seconds = [_seconds_beside_others(alone[kind]) for kind in self._kinds]
         self._fastest = sorted(range(machine.devices), key=lambda number: (self._seconds[number], number))
 
     def __call__(self, plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
@@ -42,9 +40,10 @@ class UnevenDevices:
         order, speeds = self.devices_of(plan)
         ratio = ratio_of(speeds) if plan.patch > 1 else ()
         found = self._simulate(replace(plan, ratio=ratio), order)
-        for _ in range(TRIES if found.plan.ratio else 0):
+        kinds = {self._kinds[device] for device in order[: plan.world_size]}
+        for _ in range(TRIES if plan.patch > 1 and len(kinds) > 1 else 0):
             ratio = self._next(found)
-            if ratio == found.plan.parts:
+            if replace(plan, ratio=ratio) == found.plan:
                 break
             other = self._simulate(replace(plan, ratio=ratio), order)
             if other.step.seconds >= found.step.seconds:
@@ -68,11 +67,17 @@ class UnevenDevices:
 
     def _next(self, found: Forecast) -> tuple[int, ...]:
         """Return the parts with which all ranks would compute as long, were that in proportion to them."""
-        ratio, size = found.plan.parts, found.plan.patch
+        size = found.plan.patch
+        ratio = found.plan.parts or (1,) * size
         seconds = [0.0] * size
         for rank, taken in computing(found).items():
             seconds[rank % size] = max(seconds[rank % size], taken)
         return ratio_of([part / taken if taken else 0.0 for part, taken in zip(ratio, seconds, strict=True)])
+
+
+def _seconds_beside_others(alone: Forecast) -> float:
+    """Return the seconds by which a device counts in plans of several, which launch nothing where they are graphs."""
+    return alone.step.seconds if alone.launching else alone.step.compute
 
 
 def computing(found: Forecast) -> Counter[int]:

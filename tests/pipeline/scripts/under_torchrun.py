@@ -33,6 +33,7 @@ def keep(name: str, output: Any) -> None:
 
 
 with ParallelPipeline.from_pretrained(MODEL, secret_file=SECRET_FILE) as pipe:
+    pipe.set_progress_bar_config(disable=RANK != 0)
     generator = seeded()
     keep("idle", pipe(**CALL, generator=generator, callback_on_step_end=darken))  # one rank has no part in cfg=2
     found["state"] = generator.get_state()
