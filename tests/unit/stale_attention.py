@@ -47,7 +47,8 @@ class Case:
     `text`: tokens of text, or those of each rank of one that is split. `hidden`: image tokens at the end that a mask
     hides. `key_heads`: fewer than there are heads of queries, if any. `is_frozen`: nothing is sent after exact steps.
     `still_from`: evaluation from which queries, keys and values no longer change. `by_owners`: tokens are
-    extrapolated by their owners, as where they are sent late.
+    extrapolated by their owners, as where they are sent late. `branch`: 1 where another branch of guidance is called
+    before it, in all steps.
     """
 
     strategy: str
@@ -61,6 +62,7 @@ class Case:
     is_frozen: bool = False
     by_owners: bool = False
     still_from: int = 99
+    branch: int = 0
 
     def __str__(self) -> str:
         return f"{self.strategy}-rows={self.rows}-text={self.text}-ran={self.ran}-exact={self.exact}"
@@ -89,7 +91,7 @@ class Case:
 
     def whole(self, evaluation: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, N, L, D] of everything."""
-        seed = 100 * min(evaluation, self.still_from) + layer
+        seed = 100 * min(evaluation, self.still_from) + layer + 10000 * self.branch
         query = noise(BATCH, HEADS, self.total, WIDTH, seed=seed)
         key, value = noise(2, BATCH, self.key_heads, self.total, WIDTH, seed=seed + 50)
         return query, key, value
@@ -121,6 +123,8 @@ def predicted(transport: Transport, *cases: Case, kernel: Any = None, drift: boo
         history.reset()
         found = []
         for evaluation in range(each.ran[-1] + 1):
+            if each.branch:
+                _evaluated(replace(each, branch=0), evaluation, patch, history, kernel)
             if evaluation in each.ran:
                 outputs = _evaluated(each, evaluation, patch, history, kernel)
                 found.append([history.cache.drift.clone()] if drift else outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,16 @@ CASES = [
     Case("fresh-edges:context=partials,refresh=3", EVEN, text=2, hidden=4, layers=3),
 ]
 TRANSPORTS = [on_ranks, on_nccl]
+PAUSES = {"ran": (0, 1, 2, 4, 5, 6, 7), "exact": (0, 4)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_read_before_it_is_written() -> Iterator[None]:
+    """Memory without values is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan().item()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def as_sent(case: Case, where: Any) -> Case:
@@ -73,6 +84,16 @@ def test_nothing_is_left_of_the_image_before(strategy: str, where: Any) -> None:
     case = as_sent(Case(strategy, EVEN, text=(2, 2)), where)
     for text in ((2, 2), (1, 3)):
         assert max(errors(case, where(replace(case, text=text, layers=2), case))) <= SAME
+
+
+@pytest.mark.parametrize("where", TRANSPORTS)
+@pytest.mark.parametrize(
+    "strategy", ["displaced", EXTRAPOLATED, "fresh-edges", f"{POOLED},correction=none", "fresh-edges:context=partials"]
+)
+def test_a_branch_of_guidance_that_pauses_begins_anew(strategy: str, where: Any) -> None:
+    """Though the other branch goes on, so that the lengths of all steps are known."""
+    case = as_sent(Case(strategy, EVEN, **PAUSES, branch=1), where)
+    assert max(errors(case, where(case))) <= SAME
 
 
 @pytest.mark.parametrize("where", TRANSPORTS)
