@@ -7,7 +7,8 @@ oracle has the tokens of all ranks, and computes softmax by its definition in fp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -48,7 +49,8 @@ class Case:
     hides. `key_heads`: fewer than there are heads of queries, if any. `is_frozen`: nothing is sent after exact steps.
     `still_from`: evaluation from which queries, keys and values no longer change. `by_owners`: tokens are
     extrapolated by their owners, as where they are sent late. `branch`: 1 where another branch of guidance is called
-    before it, in all steps.
+    before it, in all steps. `skipped`: layers that do not run in an evaluation. `fails_at`: the
+    evaluation and the layer before which the call raises.
     """
 
     strategy: str
@@ -63,6 +65,8 @@ class Case:
     by_owners: bool = False
     still_from: int = 99
     branch: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    fails_at: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         return f"{self.strategy}-rows={self.rows}-text={self.text}-ran={self.ran}-exact={self.exact}"
@@ -89,6 +93,14 @@ class Case:
         """Tokens of the text and the image."""
         return self.spans[-1][1]
 
+    def layers_of(self, evaluation: int) -> list[int]:
+        """The layers that run in an evaluation."""
+        return [layer for layer in range(self.layers) if (evaluation, layer) not in self.skipped]
+
+    def before(self, evaluation: int, layer: int) -> int:
+        """The evaluation in which a layer ran before this one."""
+        return max(each for each in self.ran if each < evaluation and (each, layer) not in self.skipped)
+
     def whole(self, evaluation: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, N, L, D] of everything."""
         seed = 100 * min(evaluation, self.still_from) + layer + 10000 * self.branch
@@ -106,42 +118,49 @@ class Case:
         return found
 
 
-def predicted(transport: Transport, *cases: Case, kernel: Any = None, drift: bool = False) -> list[list[Tensor]]:
-    """What each layer returns in each evaluation of the last of some images, on one rank. All have the same grid.
+def predicted(
+    transport: Transport, *cases: Case, kernel: Any = None, facts: Callable[[StaleState], Any] | None = None
+) -> list[Any]:
+    """What each layer returns in each evaluation of the last of some images, on one rank.
 
-    `drift`: what is known of the drift of keys after each evaluation, instead.
+    `facts`: what is returned after each evaluation instead, of the state then.
     """
-    rank, case, found = transport.rank, cases[-1], list[list[Tensor]]()
-    comm, clock = Communicator(transport), StepClock()
-    axis = Axis("patch", rank, len(case.rows), tuple(range(len(case.rows))))
-    history = StaleState(comm, case.policy, clock)
-    patch = LocalPatch(comm, axis, policy=case.policy, cache=history.cache)
-    patch.bands = Bands((0, *accumulate(case.rows)))
+    case, found = cases[-1], list[Any]()
+    axis = Axis("patch", transport.rank, len(case.rows), tuple(range(len(case.rows))))
+    history = StaleState(Communicator(transport), case.policy, StepClock())
+    patch = LocalPatch(history.comm, axis, policy=case.policy, cache=history.cache)
     for each in cases:
-        patch.frozen = each.is_frozen
-        clock.reset()
+        patch.bands, patch.frozen = Bands((0, *accumulate(each.rows))), each.is_frozen
+        history.clock.reset()
         history.reset()
         found = []
-        for evaluation in range(each.ran[-1] + 1):
-            if each.branch:
-                _evaluated(replace(each, branch=0), evaluation, patch, history, kernel)
-            if evaluation in each.ran:
-                outputs = _evaluated(each, evaluation, patch, history, kernel)
-                found.append([history.cache.drift.clone()] if drift else outputs)
-            clock.tick()
-        history.cache.settle()
+        with nullcontext() if each.fails_at is None else suppress(ArithmeticError):
+            for outputs in _image(each, patch, history, kernel):
+                found.append(outputs if facts is None else facts(history))
     return found
+
+
+def _image(case: Case, patch: LocalPatch, history: StaleState, kernel: Any) -> Iterator[list[Tensor]]:
+    for evaluation in range(case.ran[-1] + 1):
+        if case.branch:
+            _evaluated(replace(case, branch=0), evaluation, patch, history, kernel)
+        if evaluation in case.ran:
+            yield _evaluated(case, evaluation, patch, history, kernel)
+        history.clock.tick()
+    history.cache.settle()
 
 
 def _evaluated(case: Case, evaluation: int, patch: LocalPatch, history: StaleState, kernel: Any) -> list[Tensor]:
     grid = LevelGrid(patch.bands, TokensAcross(COLUMNS), -2)
     history.clock.next_call()
-    is_fresh = history.begin("the same")
+    is_fresh = history.begin(case.rows)
     assert not (is_fresh and evaluation not in case.exact)
     patch.fresh = evaluation in case.exact
     patch.step_ratio = history.step_ratio(TIMES[evaluation])
     found = []
-    for layer in range(case.layers):
+    for layer in case.layers_of(evaluation):
+        if case.fails_at == (evaluation, layer):
+            raise ArithmeticError("not to be computed")
         entry = patch.entry(f"layer {layer}", patch.policy.context)
         assert entry is not None
         text = None if isinstance(case.text, int) else TokenSlots(case.text)
@@ -173,7 +192,9 @@ class Seen:
 
 def oracle(case: Case, rank: int) -> list[list[Tensor]]:
     """What each layer is to return in each evaluation, on one rank."""
-    return [[_attention(case, evaluation, layer, rank) for layer in range(case.layers)] for evaluation in case.ran]
+    return [
+        [_attention(case, evaluation, layer, rank) for layer in case.layers_of(evaluation)] for evaluation in case.ran
+    ]
 
 
 def _attention(case: Case, evaluation: int, layer: int, rank: int) -> Tensor:
@@ -220,8 +241,9 @@ def _seen(case: Case, evaluation: int, layer: int, sender: int, receiver: int) -
     assert isinstance(options, StaleKV)
     if evaluation in case.exact:
         return fresh
-    age = evaluation - max(each for each in case.exact if each < evaluation) if case.is_frozen else 1
-    last = _tokens(case, evaluation - age, layer, [case.spans[sender]])
+    exact = max(each for each in case.exact if each < evaluation)
+    of_step = exact if case.is_frozen else case.before(evaluation, layer)
+    last = _tokens(case, of_step, layer, [case.spans[sender]])
     if not case.is_frozen:
         led = _led_on(case, evaluation, layer, sender) if options.extrapolated else last
         pairs = ((fresh.key, led.key, last.key), (fresh.value, led.value, last.value))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.shard.stale.state import StaleState
+from tests.conformance.nccl import SimulatedCommunicator
 
 from .stale_attention import SAME, TIMES, Case, errors, on_nccl, on_ranks
 
@@ -87,6 +93,56 @@ def test_nothing_is_left_of_the_image_before(strategy: str, where: Any) -> None:
 
 
 @pytest.mark.parametrize("where", TRANSPORTS)
+@pytest.mark.parametrize("strategy", [EXTRAPOLATED, "fresh-edges:extrapolated=false", "displaced:preset=paper"])
+def test_an_image_after_one_that_failed_in_the_middle(strategy: str, where: Any) -> None:
+    """Messages of the last step and of this one are under way."""
+    case = Case(strategy, EVEN, layers=5)
+    assert max(errors(case, where(replace(case, fails_at=(2, 1)), case))) <= SAME
+
+
+@pytest.mark.parametrize("where", TRANSPORTS)
+@pytest.mark.parametrize("strategy", [ALL, "fresh-edges:extrapolated=false", "pcpp:fraction=0.4"])
+def test_layers_that_are_left_out_of_a_step_have_keys_of_the_one_before(strategy: str, where: Any) -> None:
+    skipped = ((2, 0), (2, 1), (2, 3), (2, 6))
+    case = Case(strategy, EVEN, ran=(0, 1, 2, 3, 4), layers=7, skipped=skipped)
+    assert max(errors(case, where(case))) <= SAME
+
+
+@pytest.mark.parametrize("where", TRANSPORTS)
+def test_nothing_is_kept_of_images_of_another_size(where: Any) -> None:
+    case, states = Case(EXTRAPOLATED, EVEN), defaultdict[int, list[Any]](list)
+
+    def note(history: StaleState) -> int:
+        of_rank = states[history.comm.transport.rank]
+        of_rank.extend(weakref.ref(entry.state) for entry in history.cache._call.entries.values())
+        gc.collect()
+        return len({id(state()) for state in of_rank if state() is not None})
+
+    sizes = [replace(case, rows=rows) for rows in ((2, 3), (3, 2), EVEN)]
+    assert [of_rank[-1] for of_rank in where(*sizes, facts=note)] == [case.layers] * 2
+
+
+@pytest.mark.parametrize("strategy", [ALL, EXTRAPOLATED, "fresh-edges", f"{POOLED},bits=8"])
+@pytest.mark.parametrize("rows", [EVEN, UNEVEN])
+def test_what_the_next_step_reads_does_not_queue_before_what_this_one_needs(
+    strategy: str, rows: tuple[int, ...]
+) -> None:
+    """Tokens for the next step, and text and corrections of this one, go through communicators of their own."""
+    case, used = Case(strategy, rows, text=(1,) * len(rows), layers=2), set[str]()
+    is_stale = set[int]()
+    post = SimulatedCommunicator.post
+
+    def noted(communicator: SimulatedCommunicator, group: Any, thread: int) -> None:
+        if group.rank in is_stale:
+            used.add(communicator.name)
+        post(communicator, group, thread)
+
+    with mock.patch.object(SimulatedCommunicator, "post", noted):
+        on_nccl(case, facts=lambda history: is_stale.add(history.comm.transport.rank))
+    assert len(used) == 2
+
+
+@pytest.mark.parametrize("where", TRANSPORTS)
 @pytest.mark.parametrize(
     "strategy", ["displaced", EXTRAPOLATED, "fresh-edges", f"{POOLED},correction=none", "fresh-edges:context=partials"]
 )
@@ -146,8 +202,8 @@ def test_room_is_asked_for_before_anything_is_stored_and_not_again(where: Any, m
 def test_drift_is_how_far_keys_of_the_same_image_have_moved() -> None:
     """The sum of squares of what has changed in this rank's keys, and that of the keys."""
     case = Case("fresh-edges:quality=0.1", (6, 7), exact=(0,), layers=2, text=2)
-    for rank, found in enumerate(on_ranks(case, case, drift=True)):
-        assert found[0][0].tolist()[0] == 0
+    for rank, found in enumerate(on_ranks(case, case, facts=lambda history: history.cache.drift.clone())):
+        assert found[0][0].item() == 0
         for evaluation in case.ran:
             now, then = (
                 torch.stack(
@@ -157,4 +213,4 @@ def test_drift_is_how_far_keys_of_the_same_image_have_moved() -> None:
             )
             wanted = [(now - then).square().sum(), now.square().sum()]
             if evaluation:
-                torch.testing.assert_close(found[evaluation][0], torch.stack(wanted))
+                torch.testing.assert_close(found[evaluation], torch.stack(wanted))
