@@ -36,7 +36,7 @@ from tests.conformance.stand_in import StandIn
 from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 
-BATCH, HEADS, WIDTH, COLUMNS = 2, 2, 4, 3
+BATCH, HEADS, WIDTH = 2, 2, 4
 TIMES = (0.9, 0.8, 0.6, 0.55, 0.5, 0.3, 0.28, 0.2, 0.1, 0.06, 0.02)
 SAME = 2e-5
 
@@ -44,6 +44,8 @@ SAME = 2e-5
 @dataclass(frozen=True)
 class Case:
     """So many `rows` of tokens of each rank. `ran`: evaluations in which the layers run; `exact`: which of them are.
+
+    `columns`: tokens of a row in the first layer, and in each layer so many more as it is `wider`.
 
     `text`: tokens of text, or those of each rank of one that is split. `hidden`: image tokens at the end that a mask
     hides. `key_heads`: fewer than there are heads of queries, if any. `is_frozen`: nothing is sent after exact steps.
@@ -58,6 +60,8 @@ class Case:
     ran: tuple[int, ...] = (0, 1, 2, 3)
     exact: tuple[int, ...] = (0,)
     layers: int = 1
+    columns: int = 3
+    wider: int = 0
     text: int | tuple[int, ...] = 0
     hidden: int = 0
     key_heads: int = HEADS
@@ -85,13 +89,17 @@ class Case:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Where the tokens of each rank are, among those of the text and the image."""
-        starts = accumulate((COLUMNS * rows for rows in self.rows), initial=self.num_text)
+        starts = accumulate((self.columns * rows for rows in self.rows), initial=self.num_text)
         return list(pairwise(starts))
 
     @property
     def total(self) -> int:
         """Tokens of the text and the image."""
         return self.spans[-1][1]
+
+    def at(self, layer: int) -> Case:
+        """The case of a layer."""
+        return replace(self, columns=self.columns + layer * self.wider) if self.wider else self
 
     def layers_of(self, evaluation: int) -> list[int]:
         """The layers that run in an evaluation."""
@@ -151,7 +159,6 @@ def _image(case: Case, patch: LocalPatch, history: StaleState, kernel: Any) -> I
 
 
 def _evaluated(case: Case, evaluation: int, patch: LocalPatch, history: StaleState, kernel: Any) -> list[Tensor]:
-    grid = LevelGrid(patch.bands, TokensAcross(COLUMNS), -2)
     history.clock.next_call()
     is_fresh = history.begin(case.rows)
     assert not (is_fresh and evaluation not in case.exact)
@@ -164,7 +171,8 @@ def _evaluated(case: Case, evaluation: int, patch: LocalPatch, history: StaleSta
         entry = patch.entry(f"layer {layer}", patch.policy.context)
         assert entry is not None
         text = None if isinstance(case.text, int) else TokenSlots(case.text)
-        call = _call_of(case, evaluation, layer, patch.group_rank)._replace(kernel=kernel)
+        call = _call_of(case.at(layer), evaluation, layer, patch.group_rank)._replace(kernel=kernel)
+        grid = LevelGrid(patch.bands, TokensAcross(case.at(layer).columns), -2)
         found.append(attend_with_past(patch, f"layer {layer}", grid, call, entry, text).clone())
     history.cache.end()
     return found
@@ -193,7 +201,8 @@ class Seen:
 def oracle(case: Case, rank: int) -> list[list[Tensor]]:
     """What each layer is to return in each evaluation, on one rank."""
     return [
-        [_attention(case, evaluation, layer, rank) for layer in case.layers_of(evaluation)] for evaluation in case.ran
+        [_attention(case.at(layer), evaluation, layer, rank) for layer in case.layers_of(evaluation)]
+        for evaluation in case.ran
     ]
 
 
@@ -289,13 +298,13 @@ def _selected(case: Case, seen: Seen, sender: int, receiver: int) -> Seen | None
     is_near, fraction = abs(sender - receiver) == 1, getattr(selection, "fraction", getattr(selection, "band", None))
     count = max(1, round(fraction * rows)) if is_near else 0
     near = range(rows - count, rows) if sender < receiver else range(count)
-    windows = [[row * COLUMNS + column] for row in near for column in range(COLUMNS)]
+    windows = [[row * case.columns + column] for row in near for column in range(case.columns)]
     if not isinstance(selection, NearRows):
         far, pool = [row for row in range(rows) if row not in near], selection.pool
         for top in range(0, len(far), pool):
-            for left in range(0, COLUMNS, pool):
-                columns = range(left, min(COLUMNS, left + pool))
-                windows.append([row * COLUMNS + column for row in far[top : top + pool] for column in columns])
+            for left in range(0, case.columns, pool):
+                columns = range(left, min(case.columns, left + pool))
+                windows.append([row * case.columns + column for row in far[top : top + pool] for column in columns])
     if not windows:
         return None
     key, value = (torch.cat([x[:, :, at].mean(2, keepdim=True) for at in windows], 2) for x in (seen.key, seen.value))
