@@ -35,7 +35,6 @@ class OpTape(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # storages from before, as bytes, and copies of them
         self._made: dict[int, Any] = {}  # storages that the step has allocated, kept so that none is at one's address
         self.output: Any = None
-        self.has_run = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__

@@ -52,8 +52,8 @@ class LateTokens(RemoteTokens):
         return super()._written(into, slots, here)
 
     def _step_own_back(self) -> None:
-        if self._owned.before is not None:
-            self._owned.before.copy_(self._owned.last)
+        assert self._owned.before is not None, "tokens that are not corrected are sent late where they are extrapolated"
+        self._owned.before.copy_(self._owned.last)
 
     def receive_into(self, memory: Workspace, ratio: Tensor) -> None:
         """Receive the newest tokens into `memory` from now on, where this rank's are extrapolated by `ratio`.
@@ -78,8 +78,8 @@ class LateTokens(RemoteTokens):
     def receive(self) -> Received:
         """Wait for what `gather` has started. Raises ExchangeError."""
         gather, self._gather = self._gather, None
-        if gather is not None:
-            gather.wait()
+        assert gather is not None, "whoever has taken it waits for it"
+        gather.wait()
         return {}
 
     def take_gather(self) -> Work[Tensor] | None:

@@ -26,14 +26,13 @@ class CaptureRefused(Exception):
 
 
 class CapturedStep(Protocol):
-    """A captured step.
+    """A captured step, which the capture has not run.
 
-    `output`: its tree of tensors, which each replay writes to. `has_run`: the capture ran it. `fraction`: what it has
-    taken of the device's memory, 0 to 1; `untaken`: what it has left of that.
+    `output`: its tree of tensors, which each replay writes to. `fraction`: what it has taken of the device's memory, 0
+    to 1; `untaken`: what it has left of that.
     """
 
     output: Any
-    has_run: bool
     fraction: float
     untaken: float
 
@@ -111,7 +110,7 @@ class _DeviceGraph:
     """A graph of the device. The end of each replay is watched from outside: one deadline for all waits in it."""
 
     def __init__(self, graph: Any, output: Any, module: Any, waits: StreamWaits | None, what: str) -> None:
-        self.output, self.has_run, self.fraction, self.untaken = output, False, 0.0, 1.0
+        self.output, self.fraction, self.untaken = output, 0.0, 1.0
         self._graph, self._module, self._waits, self._what = graph, module, waits, what
 
     def replay(self) -> None:

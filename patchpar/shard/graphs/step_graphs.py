@@ -184,12 +184,8 @@ class StepGraphs:
         before, traffic = state.snapshot(), _Sent(self._mesh[0].traffic)
         found, reason = self._attempt(key, step, call, state)
         sent, after = traffic.taken_off(), state.snapshot()
-        if found is not None and found.recording.has_run:
-            sent.add_to(self._mesh[0].traffic)
         if not every_rank_has(self._mesh, "capture of a step", not reason):
             self._refuse(key, reason or "another rank could not capture this step")
-            if found is not None and found.recording.has_run:
-                return found.recording.output
             state.set_back(before)
             return step(*call[0], **call[1])
         assert found is not None
@@ -197,7 +193,7 @@ class StepGraphs:
         held = (*state.stored(), *tree_leaves(kept_tensors(self._network)))
         graph = self._graphs[key] = replace(found, after=after, sent=sent, held=held)
         log.info("%s: captured as a graph", self._named(key))
-        return copies_of_output(found.recording.output) if found.recording.has_run else self._replayed(graph, state)
+        return self._replayed(graph, state)
 
     def _attempt(
         self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState

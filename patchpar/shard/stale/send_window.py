@@ -56,7 +56,6 @@ class SendWindow:
         """Wait for exchanges whose exchange points have not run in this call. Raises ExchangeError."""
         for exchange in self._exchanges[max(0, self._started - NUM_BUFFERS) : self._started]:
             exchange.drop()
-        self._started = 0
 
     def clear(self) -> None:
         """Forget all exchange points. None may be in flight."""
