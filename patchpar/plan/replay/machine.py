@@ -9,12 +9,12 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from itertools import groupby
 
 from patchpar.errors import PlanError
-from patchpar.plan.replay.device_catalogue import DEVICES, GB, DeviceSpec
+from patchpar.plan.replay.device_catalogue import GB, DeviceSpec
+from patchpar.plan.replay.machine_names import device_named, nearest_machine
 from patchpar.plan.replay.topology import Resource, Route, Topology
 
 NVLINK, PCIE = "nvlink", "pcie"
@@ -79,7 +79,9 @@ class Machine:
         found = [_HOST.fullmatch(part.strip()) for part in (*others, last)]
         parts = [each.groups() for each in found if each is not None]
         if len(parts) < len(found) or any(link for *_, link in parts[:-1]):
-            raise PlanError(f"machine {whole!r} cannot be read: use the form {FORM}")
+            near = nearest_machine(whole)
+            nearest = f", the nearest is {near}" if near else ""
+            raise PlanError(f"machine {whole!r} cannot be read{nearest}: use the form {FORM}")
         if any(count is not None and not int(count) for count, *_ in parts):
             raise PlanError(f"machine {whole!r} has no device: use a number of at least 1, as in {FORM}")
         _check_count(sum(int(count or 1) for count, *_ in parts), whole)
@@ -183,20 +185,3 @@ def _link_of(devices: Sequence[DeviceSpec], asked: str | None, whole: str) -> st
 
 def _cards(hosts: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
     return ("network card out", hosts[0]), ("network card in", hosts[1])
-
-
-def device_named(name: str) -> DeviceSpec:
-    """Return a device of the catalogue. Raises PlanError that names the nearest."""
-    known = {_plain(device.name): device for device in DEVICES}
-    found = known.get(_plain(name))
-    if found is None:
-        near = get_close_matches(_plain(name), known, n=1, cutoff=0.0)
-        raise PlanError(
-            f"no device {name!r} in the catalogue, the nearest is {known[near[0]].name}: use one of "
-            f"{', '.join(device.name for device in DEVICES)}"
-        )
-    return found
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace(" ", "").replace("_", "")
