@@ -119,6 +119,14 @@ def test_bytes_are_those_that_real_ranks_count(ranks: Any, name: str, plans: lis
     compare(ranks, name, plans)
 
 
+@pytest.mark.parametrize("name", first_of(["wan_ti2v", "wan_ti2v_image", "ltx_image", "ltx_condition", "ltx2"]))
+def test_tokens_with_a_time_each_are_recorded_by_the_plan_of_the_package(name: str) -> None:
+    """Also where other calls of the same class have one time for all tokens."""
+    tapes = [each.tape for each in recorded(name, "patch=2", steps=1)]
+    assert unequal_pairs(tapes) == []
+    assert all(bytes_sent(tape)["kv"] > 0 for tape in tapes)
+
+
 def test_calls_for_each_guidance_branch_are_exchanged_from_the_first_step() -> None:
     """Also by a rank that is recorded after another one, from which it knows all but the form of these calls."""
     found = recorded("wan", "cfg=2", steps=1)
