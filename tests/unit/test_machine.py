@@ -110,6 +110,17 @@ def test_messages_between_hosts_share_the_network_card() -> None:
     assert seconds(4) == pytest.approx(4 * seconds(1), rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("name", "rate", "shares"),
+    [("2xRTX4090-pcie4", 25, True), ("2xH100-nvlink", 54, False), ("2xH100-pcie4", 25, True)],
+)
+def test_copies_from_the_host_pass_the_port_of_pcie(name: str, rate: float, shares: bool) -> None:
+    machine = Machine.parse(name)
+    (port,) = machine.topology().path(1, 1).resources
+    assert port.rate == rate * 1e9
+    assert shares == (port.name in {each.name for each in machine.topology().path(0, 1).resources})
+
+
 def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
     two, four = (replay(exchange(10**9, ranks), Machine.parse("4xRTX4090").topology()).seconds for ranks in (2, 4))
     assert four > 1.5 * two

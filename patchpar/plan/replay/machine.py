@@ -28,6 +28,9 @@ LINE_FRACTION = 0.9
 NVLINK_FRACTION, NVLINK_LATENCY = 0.7, 20e-6
 PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
 """Bytes per second of a x16 port in one direction, as copies between two cards reach it, by generation."""
+HOST_RATES = {3: 12.5 * GB, 4: 25 * GB, 5: 54 * GB}
+"""The same from the host's pinned memory to a card: 54.4 were measured on an H200 (docs/figures/gpu.md), of generation
+5; the others have the same part of their line rate, rounded."""
 PCIE_LATENCY = 30e-6
 CARDS_OF_A_ROOT = 4
 MOST_DEVICES = 100_000
@@ -115,6 +118,8 @@ class Machine:
         return Topology(cache(self._route))
 
     def _route(self, a: int, b: int) -> Route:
+        if a == b:
+            return Route((Resource(self._host_port(a), self.host_rate(a)),), PCIE_LATENCY)
         hosts = a // self.devices_per_host, b // self.devices_per_host
         if hosts[0] == hosts[1]:
             return Route(tuple(self._within(a, b)), NVLINK_LATENCY if self.link == NVLINK else PCIE_LATENCY)
@@ -130,6 +135,15 @@ class Machine:
             for root in dict.fromkeys(each % self.devices_per_host // CARDS_OF_A_ROOT for each in (a, b)):
                 yield Resource(f"memory of host {host} at root {root}", 2 * self._rate(a, b))
         yield self._port("in", b, a)
+
+    def _host_port(self, rank: int) -> str:
+        """Return the port through which copies from the host come: that of messages too, unless these have NVLink."""
+        return f"from host {rank}" if self.link == NVLINK else f"in {rank}"
+
+    def host_rate(self, rank: int) -> float:
+        """Return the bytes per second of a copy from the host's memory to a device."""
+        generation = self.device_at(rank).pcie if self.link == NVLINK else int(self.link.removeprefix(PCIE))
+        return HOST_RATES[generation]
 
     def _port(self, way: str, rank: int, other: int) -> Resource:
         return Resource(f"{way} {rank}", self._rate(rank, other))

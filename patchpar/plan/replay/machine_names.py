@@ -10,7 +10,7 @@ NAMES = {device.name.lower(): device for device in DEVICES}
 NETWORK = "ib400"
 """Between hosts, where a text names no other."""
 CLOSE = 0.5
-_COUNTS = re.compile(r"\d{1,9}-(?=[a-z])|(?:\(?\d{1,9}(?:[x*×(]+|(?=[a-z])))*")
+_COUNTS = re.compile(r"\d{1,9}-(?=[a-z])|(?:\(?\d{1,9}(?:[x*(]+|(?=[a-z])))*")
 """The numbers of hosts and of devices that a text begins with."""
 _LINK, _NETWORK = re.compile(r"-(nvlink|pcie\d)"), re.compile(r"-((?:eth|ib)\d+)")
 
@@ -30,7 +30,7 @@ def device_named(name: str) -> DeviceSpec:
 def nearest_machine(text: str) -> str:
     """Return a machine's name in its form from a text such as 8H100; empty where no device can be made out."""
     parts = [_nearest_part(part) for part in _plain(text).split("+")]
-    if not all(parts):
+    if not all(devices for _, devices in parts):
         return ""
     link, network = _LINK.search(_plain(text)), _NETWORK.search(_plain(text))
     hosts = [hosts for hosts, _ in parts if hosts]
@@ -40,8 +40,8 @@ def nearest_machine(text: str) -> str:
     return f"{hosts[0] if hosts else 1}x({inside})-{network[1] if network else NETWORK}"
 
 
-def _nearest_part(text: str) -> tuple[str, str] | tuple[()]:
-    """Return the number of hosts, or nothing, and devices of one kind in their form; () where there are none."""
+def _nearest_part(text: str) -> tuple[str, str]:
+    """Return the number of hosts, or nothing, and devices of one kind in their form; empty where there are none."""
     lead = _COUNTS.match(text)
     assert lead is not None  # it may be empty
     counts, rest = re.findall(r"\d+", lead[0]), text[lead.end() :]
@@ -49,7 +49,7 @@ def _nearest_part(text: str) -> tuple[str, str] | tuple[()]:
     word = re.split(r"[^a-z0-9]", rest)[0]
     near = inside or get_close_matches(f"rtx{word}" if word.isdigit() else word, NAMES, n=1, cutoff=CLOSE)
     if not near:
-        return ()
+        return "", ""
     *hosts, count = counts or ["1"]
     return "".join(hosts[:1]), f"{count}x{NAMES[max(near, key=len)].name}"
 
