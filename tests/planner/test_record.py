@@ -21,7 +21,7 @@ from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import KnownTokens, RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
-from patchpar.pipeline.planner.tape_recorder import TapeRecorder
+from patchpar.pipeline.planner.tape_recorder import TapeRecorder, calls_of
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.tape import Leave, Operator, Send, Wait, bytes_copied, bytes_sent, steps_of
 from patchpar.shard.stages.search import CutSearch
@@ -314,23 +314,25 @@ def test_hosted_stages_are_those_of_whole_weights_with_slots_for_two_blocks() ->
 
 
 def test_hosted_blocks_are_copied_while_the_one_before_computes() -> None:
-    """Each once in a step, and asked for before the kernels of the block that runs before it."""
+    """Each once in a call of the denoiser, and asked for before the kernels of the block that runs before it."""
     (found,) = recorded("flux", "weights=hosted", steps=2, joined=True)
     (whole,) = recorded("flux", "single", steps=2, joined=True)
     step = steps_of(found.tape)["step 1"]
-    copies = [entry for entry in step if isinstance(entry, Send)]
-    waits = [entry for entry in step if isinstance(entry, Wait)]
-    assert {entry.kind for entry in copies} == {"host"}
-    assert len(copies) == len({entry.where for entry in copies}) == len(waits) > 2
-    assert bytes_copied(step) == sum(entry.num_bytes for entry in waits)
+    copies = [at for at, entry in enumerate(step) if isinstance(entry, Send)]
+    waits = {entry.number: at for at, entry in enumerate(step) if isinstance(entry, Wait)}
+    sent = [entry for entry in step if isinstance(entry, Send)]
+    assert {entry.kind for entry in sent} == {"host"}
+    assert len(sent) == calls_of(step) * len({entry.where for entry in sent}) == len(waits)
+    missing = whole.weight_bytes["transformer"] - found.weight_bytes["transformer"]
+    assert bytes_copied(step) == pytest.approx(calls_of(step) * missing, rel=0.01)
     assert not bytes_sent(step)
-    assert whole.weight_bytes["transformer"] - found.weight_bytes["transformer"] == pytest.approx(
-        bytes_copied(step), rel=0.01
-    )
     for before, after in pairwise(copies):
-        between = step[step.index(before) : step.index(after)]
+        assert any(isinstance(entry, Operator) for entry in step[before:after])
+    later = [at for at in copies if step[at].number in waits]  # type: ignore[union-attr]
+    assert len(later) == len(copies) - 1  # the first block of the next step
+    for at in later:
+        between = step[at : waits[step[at].number]]  # type: ignore[union-attr]
         assert any(isinstance(entry, Operator) for entry in between)
-        assert step.index(after) < step.index(next(each for each in waits if each.where == after.where))
 
 
 def test_a_transformer_without_a_known_token_plan_is_refused() -> None:
