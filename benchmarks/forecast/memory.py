@@ -21,7 +21,7 @@ from benchmarks.page import publish
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import resolve_model
 from patchpar.pipeline.planner.empty_model import EmptyModel
-from patchpar.pipeline.planner.forecast import RankMemory, memory_of
+from patchpar.pipeline.planner.rank_memory import RankMemory, memory_of
 from patchpar.pipeline.planner.simulate import SimulatedSteps
 from patchpar.plan.plan import Plan
 

@@ -4,8 +4,8 @@
     python -m benchmarks.weights --heads 4 --double 1 --single 20 --ranks 2 --runs 1
     python -m benchmarks.weights --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
 
-A FLUX-type transformer with random weights is saved in bfloat16 and loaded by CPU workers, in that dtype and in
-float16, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
+A FLUX-type transformer with random weights is saved in bfloat16, or in float32, and loaded by CPU workers in the dtype
+of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
 sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. Of shards, which all ranks of
 a CPU host map, a rank has those that nobody else has read, and its part of the others (Pss). W: bytes of all weights;
 slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds of weights take turns. In the
@@ -26,7 +26,8 @@ from typing import Any
 from benchmarks.page import publish, write_page
 
 KINDS = ("whole", "sharded", "hosted")
-DTYPES = {"bfloat16": "as in the files", "float16": "cast"}
+LOADS = (("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float32", "bfloat16"))
+"""The dtype of the files, and that of the loaded weights, of two bytes each: W is the same."""
 COPIED = "whole, copied"
 MARGIN = 0.1  # of W, for everything else
 Figures = dict[str, float]
@@ -41,7 +42,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--runs", type=int, default=5, help="loads of each kind; 0: no times")
     parser.add_argument("--kind", choices=KINDS, action="append", help="of weights whose memory is measured")
-    parser.add_argument("--dtype", choices=DTYPES, action="append")
+    names = [":".join(each) for each in LOADS]
+    parser.add_argument("--load", choices=names, action="append", help="dtypes of the files and of the weights")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -54,14 +56,17 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
 
     from benchmarks.weights.model import save_model
 
-    save_model(folder, heads=options.heads, double=options.double, single=options.single, dtype=torch.bfloat16)
-    dtypes = options.dtype or list(DTYPES)
-    weights = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    loads = [tuple(each.split(":")) for each in options.load] if options.load else LOADS
+    for saved in dict.fromkeys(saved for saved, _ in loads):
+        dtype, sizes = getattr(torch, saved), {name: getattr(options, name) for name in ("heads", "double", "single")}
+        save_model(folder / saved, **sizes, dtype=dtype)
+        files = sum(file.stat().st_size for file in (folder / saved).rglob("*.safetensors"))
+        weights = round(files * torch.bfloat16.itemsize / dtype.itemsize)
     lines = [
         "# Weights: memory and loading",
         "",
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
-        f"{64 * options.heads}), W = {_mb(weights)} in {' and in '.join(dtypes)}, on CPU workers with one thread each. "
+        f"{64 * options.heads}), W = {_mb(weights)} in two bytes each, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before, with its part of shards that the "
         "others read where they lie: the most of all ranks. Limit: the "
         f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
@@ -71,11 +76,12 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         "cores. `python -m benchmarks.weights`",
     ]
     for ranks in options.ranks:
-        for dtype in dtypes:
-            of_torch = getattr(torch, dtype)
-            memory = {kind: memory_of(str(folder), ranks, of_torch, kind) for kind in options.kind or KINDS}
-            seconds = load_seconds(str(folder), ranks, of_torch, options.runs) if options.runs else {}
-            lines += ["", f"## {ranks} ranks, {dtype} ({DTYPES[dtype]})", "", *table(memory, seconds, weights, ranks)]
+        for saved, loaded in loads:
+            of_torch, model = getattr(torch, loaded), str(folder / saved)
+            memory = {kind: memory_of(model, ranks, of_torch, kind) for kind in options.kind or KINDS}
+            seconds = load_seconds(model, ranks, of_torch, options.runs) if options.runs else {}
+            how = "as in the files" if saved == loaded else f"cast from {saved} in the files"
+            lines += ["", f"## {ranks} ranks, {loaded} ({how})", "", *table(memory, seconds, weights, ranks)]
             print("\n".join(lines[-3 - len(memory) :]), flush=True)
             if options.write:  # what is measured so far
                 write_page("\n".join(lines) + "\n", options.write)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.simulate import SimulatedCallFlags, megabytes, readable_seconds
+from patchpar.cli.simulate import SimulatedCallFlags, copied_line, megabytes, readable_seconds
 from patchpar.plan.byte_sizes import readable_bytes
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def lines(found: PlanSearchResult) -> Iterator[str]:
         yield f"held      {held} of stale values from step to step on each device, of the memory above"
         yield f"edges     {edges_of(best).reason}"
     yield f"sent      {megabytes(best.bytes_sent[0])} per step by rank 0"
+    yield from copied_line(best)
     for number, line in enumerate(best.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
 

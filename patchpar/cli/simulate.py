@@ -14,6 +14,7 @@ from patchpar.cli.flag_values import check_guidance, check_positive
 from patchpar.cli.flags import Debug, Format, Json, given, read_plan
 from patchpar.cli.output_files import check_can_write, full_disk_named
 from patchpar.plan.byte_sizes import readable_bytes
+from patchpar.plan.replay.tape import COPIED
 
 if TYPE_CHECKING:
     from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
@@ -105,6 +106,7 @@ def lines(found: Forecast) -> Iterator[str]:
     yield f"call      {readable_seconds(found.seconds)} for {found.steps} steps, {', '.join(around)}"
     most = max(range(len(found.bytes_sent)), key=lambda rank: sum(found.bytes_sent[rank].values()))
     yield f"sent      {megabytes(found.bytes_sent[most])} per step by rank {most}, which sends most"
+    yield from copied_line(found)
     of_ranks = range(len(found.memory))
     rank = max(of_ranks, key=lambda each: found.memory[each].total - found.device_of(each).memory)
     memory, of_device = found.memory[rank], found.device_of(rank).memory
@@ -115,6 +117,14 @@ def lines(found: Forecast) -> Iterator[str]:
     yield f"memory    {readable_bytes(memory.total)} of {readable_bytes(of_device)}{fits} ({parts})"
     for number, line in enumerate(found.assumed):
         yield f"{'assumed   ' if number == 0 else ' ' * 10}{line}"
+
+
+def copied_line(found: Forecast) -> Iterator[str]:
+    """Yield what is copied from the host's memory; nothing where no weights are hosted."""
+    if any(found.copied):
+        rank = max(range(len(found.copied)), key=lambda each: found.copied[each])
+        waits = f"waited for {readable_seconds(found.step.exposed.get(COPIED, 0.0))} beside the computation"
+        yield f"copied    {_number(found.copied[rank] / 1e6)} MB per step from the host to rank {rank}, {waits}"
 
 
 def _text(phase: PhaseForecast) -> str:

@@ -96,5 +96,5 @@ def as_dict(found: TuneResult, seconds: float) -> dict[str, Any]:
         return {"busy": True, "machine": None, "seconds": seconds}
     links = [{"pairs": each.pairs, "latency": each.latency, "rate": each.rate} for each in machine.links]
     kinds = [{"name": each.name, "scale": each.scale, "overhead": each.overhead} for each in _kinds(machine)]
-    measured = {"machine": str(machine), "device": kinds[0], "kinds": kinds, "links": links}
+    measured = {"machine": str(machine), "device": kinds[0], "kinds": kinds, "links": links, "host": machine.host}
     return {"busy": False, **measured, "seconds": seconds}

@@ -21,6 +21,7 @@ from patchpar.plan.json_files import object_of, read_object
 from patchpar.plan.plan import Plan
 
 EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
+CONFIG = "config.json"
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
 """A repository name of the hub; `./folder` and `~/folder` are none."""
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -91,6 +92,7 @@ def resolve_model(
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"), unread=unread)
         refuse_code(path, options, besides=besides)
+        refuse_missing_configs(path, {*besides, *options})
         return str(path), {**dict.fromkeys(folder.absent), **options}, folder
     if path.exists() or isinstance(model, Path) or not HUB_NAME.fullmatch(model):
         shipped = ", ".join(repr(name) for name in EMBEDDED)
@@ -136,6 +138,19 @@ def inspect_folder(path: Path, variant: str | None = None, *, unread: Collection
     )
 
 
+def no_config(folder: Path) -> PlanError:
+    """Return the error for a network's folder without its configuration."""
+    way = f"hf download ORG/MODEL {folder.name}/{CONFIG} --local-dir {folder.parent}"
+    return PlanError(f"{folder} has no {CONFIG}, which describes the network: fetch it from the model's source ({way})")
+
+
+def refuse_missing_configs(path: Path, besides: Collection[str]) -> None:
+    """Raise PlanError for a component that has weights and no configuration, unless it is among `besides`."""
+    for folder in (path / part.name for part in ModelIndex.read(path).parts if part.name not in besides):
+        if not (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")):
+            raise no_config(folder)
+
+
 def lacks_files(path: Path, variant: str | None = None, *, besides: Collection[str] = ()) -> bool:
     """Whether components of a model folder, or some of their weight files, have still to be fetched.
 
@@ -157,8 +172,8 @@ def _weights(folder: Path, variant: str | None) -> list[Path]:
         raise PlanError(f"{folder} has weights only as pickles, which can run code: convert them to safetensors first")
     if not chosen and files:
         raise PlanError(f"{folder} has {files[0].name}, but not that without a variant: pass variant=, such as 'fp16'")
-    if not chosen and (folder / "config.json").is_file() and _has_weights(folder):
-        raise PlanError(f"{folder} has a config.json but no safetensors weights")
+    if not chosen and (folder / CONFIG).is_file() and _has_weights(folder):
+        raise PlanError(f"{folder} has a {CONFIG} but no safetensors weights")
     return chosen
 
 
@@ -183,13 +198,13 @@ def pickles_in(folder: Path) -> list[str]:
 
 
 def _has_weights(folder: Path) -> bool:
-    config = read_object(folder / "config.json")
+    config = read_object(folder / CONFIG)
     return "_class_name" in config or "architectures" in config
 
 
 def refuse_other_weights(folder: Path) -> None:
     """Raise PlanError if an index or a configuration names weight files elsewhere or not in safetensors."""
-    config = folder / "config.json"
+    config = folder / CONFIG
     named = read_object(config).get("transformers_weights") if config.is_file() else None
     if named is not None and not re.fullmatch(r"[^/\\]+\.safetensors(\.index\.json)?", str(named)):
         raise PlanError(f"{config} names {named!r:.80}, which is no safetensors file of this folder")

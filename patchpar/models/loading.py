@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from patchpar.errors import PatchparError, PlanError, UnsupportedModel
-from patchpar.models.files import ModelFolder, refuse_other_weights
+from patchpar.models.files import ModelFolder, refuse_missing_configs, refuse_other_weights
 from patchpar.models.hub import cached_model, no_folder, not_fetched
 from patchpar.models.info import networks_of
 from patchpar.models.model_index import ModelIndex
@@ -55,6 +55,7 @@ def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = Diffusi
     index = ModelIndex.read(folder)
     for part in index.parts:
         refuse_other_weights(folder / part.name)
+    refuse_missing_configs(folder, options)
     named = getattr(diffusers, str(index.pipeline), None)
     if kind is DiffusionPipeline and isinstance(named, type) and issubclass(named, kind):
         kind = named  # else components of the folder replace given ones that the class may lack, as Wan's transformers

@@ -12,6 +12,7 @@ from patchpar.models.info import denoisers_of, is_name_of_denoiser, networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.shard.weights.host_store import HostStore
+from patchpar.shard.weights.noted_host import NotedHost
 from patchpar.shard.weights.packed import CopyMemory, packed_blocks, resident_of
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.shard.weights.stores import BlockStore, DeviceShards
@@ -110,6 +111,8 @@ def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
 
 def store_for(plan: Plan, axis: Axis, device: torch.device) -> BlockStore:
     """Return an empty store for a rank's part of a network."""
+    if plan.weights == "hosted" and device.type == "meta":
+        return NotedHost(axis, device)
     return HostStore(axis, device) if plan.weights == "hosted" else DeviceShards(axis, device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def test_a_model_whose_call_needs_more_than_a_prompt(tmp_path: Path) -> None:
         assert "StableDiffusionImg2ImgPipeline, whose call needs image, of which" in answer.stderr
     call: dict[str, Any] = {"image": Image.new("RGB", (64, 64)), "strength": 1.0}
     assert predicted(str(tmp_path), "2xH100", "patch=2", **call).step.seconds > 0
+
+
+@pytest.mark.parametrize("verb", ["simulate", "plan"])
+def test_a_folder_without_the_configuration_of_a_network_is_refused_with_what_fetches_it(
+    tmp_path: Path, verb: str
+) -> None:
+    build("ddpm").pipe.save_pretrained(tmp_path)
+    shutil.rmtree(tmp_path / "unet")
+    answer = run(str(tmp_path), "--machine", "2xH100", verb=verb)
+    assert answer.exit_code == 2, answer.output
+    assert f"hf download ORG/MODEL unet/config.json --local-dir {tmp_path}" in answer.stderr
 
 
 def test_a_model_without_a_prompt(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import KnownTokens, RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
-from patchpar.pipeline.planner.tape_recorder import TapeRecorder
+from patchpar.pipeline.planner.tape_recorder import TapeRecorder, calls_of
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Leave, Operator, Send, Wait, bytes_sent, steps_of
+from patchpar.plan.replay.tape import Leave, Operator, Send, Wait, bytes_copied, bytes_sent, steps_of
 from patchpar.shard.stages.search import CutSearch
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import TokenPlan
@@ -48,10 +49,11 @@ STALE += ["patch=2,strategy=fresh-edges:context=partials", "patch=2,strategy=fre
 GUIDED = ["cfg=2", "cfg=2,patch=2"]
 ONE_ENCODER = ["cfg=2,encoders=one", "patch=3,encoders=one"]
 SHARDED = ["patch=2,weights=sharded", "patch=3,weights=sharded,resident=1", "cfg=2,weights=sharded"]
+HOSTED = ["patch=2,weights=hosted", "patch=3,weights=hosted,resident=1", "cfg=2,weights=hosted"]
 STAGES = ["stage=2", "cfg=2,stage=2", "stage=2,patch=2", "stage=2,weights=hosted"]
 PIPED = ["stage=2,strategy=piped:warmup_steps=1", "stage=3,strategy=piped:pieces=3"]
 FEATURES = ["tensor=2", "cfg=2,tensor=2", "patch=2,tensor=2"]
-OF_A_UNET = ("sd", ["patch=2,strategy=fresh-edges", "stage=2"])
+OF_A_UNET = ("sd", ["patch=2,strategy=fresh-edges", "stage=2", "patch=2,weights=hosted"])
 FEATURES_EVERY_DAY = ("sd3", ["tensor=2"])
 
 
@@ -106,6 +108,7 @@ def bytes_received(found: RecordedRank) -> int:
         + [(name, plans) for name in ("sdxl", "svd", "flux", "pixart", "wan") for plans in (EXACT, STALE)]
         + [(name, ONE_ENCODER) for name in ("sd", "sdxl", "wan")]
         + [(name, SHARDED) for name in ("sdxl", "flux", "sd3", "wan")]
+        + [(name, HOSTED) for name in ("sdxl", "flux", "sd3", "wan")]
         + [(name, STAGES) for name in ("sd", "sdxl", "flux", "sd3", "wan", "pixart", "qwen")]
         + [(name, PIPED) for name in ("flux", "pixart", "wan")]
         + [(name, FEATURES) for name in ("flux", "sd3", "wan", "pixart")]
@@ -117,6 +120,14 @@ def bytes_received(found: RecordedRank) -> int:
 )
 def test_bytes_are_those_that_real_ranks_count(ranks: Any, name: str, plans: list[str]) -> None:
     compare(ranks, name, plans)
+
+
+@pytest.mark.parametrize("name", first_of(["wan_ti2v", "wan_ti2v_image", "ltx_image", "ltx_condition", "ltx2"]))
+def test_tokens_with_a_time_each_are_recorded_by_the_plan_of_the_package(name: str) -> None:
+    """Also where other calls of the same class have one time for all tokens."""
+    tapes = [each.tape for each in recorded(name, "patch=2", steps=1)]
+    assert unequal_pairs(tapes) == []
+    assert all(bytes_sent(tape)["kv"] > 0 for tape in tapes)
 
 
 def test_calls_for_each_guidance_branch_are_exchanged_from_the_first_step() -> None:
@@ -294,14 +305,34 @@ def test_a_stage_holds_the_weights_of_its_own_blocks() -> None:
 
 
 def test_hosted_stages_are_those_of_whole_weights_with_slots_for_two_blocks() -> None:
-    """Their blocks are on the device after the first call. Copies in every step, of other plans, have no price."""
+    """Their blocks are on the device after the first call."""
     (whole,) = recorded("flux", "stage=2", ranks=1, steps=1)
     (hosted,) = recorded("flux", "stage=2,weights=hosted", ranks=1, steps=1)
     assert hosted.tape == whole.tape
     assert hosted.weight_bytes == whole.weight_bytes
     assert min(hosted.peaks[phase] - most for phase, most in whole.peaks.items()) > 0
-    with pytest.raises(UnsupportedModel, match="has no price: use weights=sharded"):
-        Recording(None, Plan(patch=2, weights="hosted"), {})
+
+
+def test_hosted_blocks_are_copied_while_the_one_before_computes() -> None:
+    """Each once in a call of the denoiser, and asked for before the kernels of the block that runs before it."""
+    (found,) = recorded("flux", "weights=hosted", steps=2, joined=True)
+    (whole,) = recorded("flux", "single", steps=2, joined=True)
+    step = steps_of(found.tape)["step 1"]
+    copies = [at for at, entry in enumerate(step) if isinstance(entry, Send)]
+    waits = {entry.number: at for at, entry in enumerate(step) if isinstance(entry, Wait)}
+    sent = [entry for entry in step if isinstance(entry, Send)]
+    assert {entry.kind for entry in sent} == {"host"}
+    assert len(sent) == calls_of(step) * len({entry.where for entry in sent}) == len(waits)
+    missing = whole.weight_bytes["transformer"] - found.weight_bytes["transformer"]
+    assert bytes_copied(step) == pytest.approx(calls_of(step) * missing, rel=0.01)
+    assert not bytes_sent(step)
+    for before, after in pairwise(copies):
+        assert any(isinstance(entry, Operator) for entry in step[before:after])
+    later = [at for at in copies if step[at].number in waits]  # type: ignore[union-attr]
+    assert len(later) == len(copies) - 1  # the first block of the next step
+    for at in later:
+        between = step[at : waits[step[at].number]]  # type: ignore[union-attr]
+        assert any(isinstance(entry, Operator) for entry in between)
 
 
 def test_a_transformer_without_a_known_token_plan_is_refused() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast, RankMemory
+from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
 from patchpar.pipeline.planner.placement import TRIES, placed
+from patchpar.pipeline.planner.rank_memory import RankMemory
 from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, ranked, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.plan.link_model import LinkModel, edges_for
@@ -106,6 +107,19 @@ def test_weights_that_do_not_fit_are_sharded() -> None:
     assert not any(each.fits for each in found.ranked if each.plan.weights == "whole")
     with pytest.raises(PlanError, match="no plan fits the memory"):
         search(machine, 1, "exact", simulated(machine, exchange=0.0, weights=10**12)).best  # noqa: B018
+
+
+def test_one_device_that_lacks_the_memory_copies_weights_from_the_host() -> None:
+    """Sharded ones take several devices."""
+    machine = Machine.parse("1xRTX4090")
+
+    def simulate(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
+        return forecast_of(plan, machine, exchange=0.0, weights=GIB if plan.weights == "hosted" else 30 * GIB)
+
+    found = search(machine, 1, "exact", simulate)
+    assert found.best.plan == Plan(weights="hosted")
+    assert [each.plan for each in found.ranked] == [Plan(weights="hosted"), Plan()]
+    assert not found.refused
 
 
 def test_where_no_plan_fits_the_nearest_is_named_with_what_is_missing() -> None:

@@ -112,6 +112,7 @@ def test_links_are_measured_through_the_transport(monkeypatch: pytest.MonkeyPatc
     def run(transport: Any) -> tuple[Any, Any]:
         rank = TuningRank(SimpleNamespace(rank=transport.rank, world_size=3, device="cpu"))  # type: ignore[arg-type]
         rank._transport = transport
+        assert rank.host_rate() > 0
         return rank.link(0, 1), rank.all_at_once([(0, 1)])
 
     (link, both), (none, also), (idle, nothing) = on_threads(3, run)
@@ -153,6 +154,8 @@ class FakeRanks:
             (pairs,) = args
             near = pairs[0][0] // 2 == pairs[0][1] // 2
             return [2 * tune_module.LARGE_MESSAGE / (2e10 if near else 5e8)] * 4
+        if method == "host_rate":
+            return [4e9, 3e9, 4e9, 4e9]
         return [None] * 4
 
 

@@ -40,12 +40,13 @@ PIPED: dict[str, tuple[str, ...]] = {
     "FluxTransformer2DModel": ("flux",),
     "HiDreamImageTransformer2DModel": ("hidream",),
     "HunyuanVideoTransformer3DModel": ("hunyuan_video",),
-    "LTXVideoTransformer3DModel": ("ltx",),
+    "LTXVideoTransformer3DModel": ("ltx", "ltx_image", "ltx_condition"),
+    "LTX2VideoTransformer3DModel": ("ltx2", "ltx2_image", "ltx2_condition"),
     "Lumina2Transformer2DModel": ("lumina2",),
     "PixArtTransformer2DModel": ("pixart",),
     "QwenImageTransformer2DModel": ("qwen", "qwen_edit"),
     "SD3Transformer2DModel": ("sd3",),
-    "WanTransformer3DModel": ("wan", "wan_i2v", "wan_i2v_two"),
+    "WanTransformer3DModel": ("wan", "wan_i2v", "wan_i2v_two", "wan_ti2v", "wan_ti2v_image"),
     "ZImageTransformer2DModel": ("zimage",),
 }
 """Class -> pipelines that call it."""
@@ -57,7 +58,6 @@ CLASSES = (
     "HunyuanVideo15Transformer3DModel",
     "HunyuanVideoFramepackTransformer3DModel",
     "Krea2Transformer2DModel",
-    "LTX2VideoTransformer3DModel",
     "MochiTransformer3DModel",
     "OmniGenTransformer2DModel",
     "SanaTransformer2DModel",
@@ -112,7 +112,7 @@ def main() -> int:
 
 def made(name: str) -> ShippedPlans:
     """What is to be shipped for a class. Raises ValueError where nothing can be."""
-    watched = list(_watched(name))
+    watched = sorted(_watched(name), key=lambda each: -sum(len(block.inputs) for block in each.plan.blocks))
     factors = _factors(watched)
     found: list[FoundPlan] = []
     for each in watched:
@@ -192,7 +192,7 @@ def _is_reported(block: BlockPlan, known: Sequence[TokenPlan]) -> bool:
     for plan in known:
         for other in plan.blocks:
             if other.signature == block.signature and set(other.paths) & set(block.paths):
-                if not (same(other, block) or _covers(other, block)):
+                if not (same(other, block) or covers(other, block)):
                     raise ValueError(f"blocks of one kind are split in two ways:\n{other}\n{block}")
                 return True
     return False
@@ -204,12 +204,18 @@ def same(one: BlockPlan, other: BlockPlan) -> bool:
     return replace(one, paths=other.paths, ratio=ratio) == other
 
 
-def _covers(one: BlockPlan, other: BlockPlan) -> bool:
-    """Whether the other is what `one` says where there happens to be nothing beside the tokens, or no grid."""
+def covers(one: BlockPlan, other: BlockPlan) -> bool:
+    """Whether the other is what `one` says where there happens to be nothing beside the tokens, or no grid.
+
+    Or where an argument with a row for each token, such as their times, happens to have one row for all.
+    """
 
     def covered(rows: TokenRows | None, special: TokenRows | None) -> bool:
         return rows == special or (rows is not None and special == TokenRows(rows.dim) and not rows.amid)
 
+    one = replace(
+        one, inputs={name: rows for name, rows in one.inputs.items() if not rows.alone or name in other.inputs}
+    )
     positions = [(one.inputs[name], other.inputs.get(name)) for name in one.inputs]
     positions += [(one.outputs[number], other.outputs.get(number)) for number in one.outputs]
     for call, special in zip(one.attentions, other.attentions, strict=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DEVICES
-from patchpar.plan.replay.machine import Machine, device_named
+from patchpar.plan.replay.machine import Machine
+from patchpar.plan.replay.machine_names import device_named
 from patchpar.plan.replay.occupancy import busy_part
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, RMS_NORM, Prices, fused, kernel_seconds
 from patchpar.plan.replay.replay import replay
@@ -58,13 +60,34 @@ def test_a_name_is_read_and_printed(text: str, devices: int, printed: str) -> No
         ("1xH100-pcie4+1xA100-pcie4", "cannot be read"),
         ("2x(4xL40-pcie4)-wifi100", "no network 'wifi'"),
         ("0x(4xL40-pcie4)-eth100", "at least 1"),
-        ("eight H100s, please", "cannot be read: use the form 8xH100-nvlink"),
+        ("eight H100s, please", "cannot be read, the nearest is 1xH100: use the form 8xH100-nvlink"),
+        ("eight cards, please", "cannot be read: use the form 8xH100-nvlink"),
         ("", "cannot be read"),
     ],
 )
 def test_a_name_that_cannot_be_read_is_refused_with_a_way_out(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Machine.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("8H100", "8xH100"),
+        ("8*H100", "8xH100"),
+        ("8-H100", "8xH100"),
+        ("8h10o", "8xH100"),
+        ("4x4090-pcie4", "4xRTX4090-pcie4"),
+        ("2x(8xH100)", "2x(8xH100)-ib400"),
+        ("2x8xH100-eth100", "2x(8xH100)-eth100"),
+        ("1L40S+1A100", "1xL40S+1xA100"),
+        ("1xH100-pcie4+1xA100-pcie4", "1xH100+1xA100-pcie4"),
+    ],
+)
+def test_the_nearest_name_that_can_be_read_is_named(text: str, nearest: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"machine {text!r} cannot be read, the nearest is {nearest}: use")):
+        Machine.parse(text)
+    assert Machine.parse(nearest).devices >= 2
 
 
 def exchange(size: int, ranks: int) -> list[Tape]:
@@ -85,6 +108,17 @@ def test_messages_between_hosts_share_the_network_card() -> None:
 
     assert seconds(1) == pytest.approx(size / (0.9 * 12.5e9), rel=0.01)
     assert seconds(4) == pytest.approx(4 * seconds(1), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "shares"),
+    [("2xRTX4090-pcie4", 25, True), ("2xH100-nvlink", 54, False), ("2xH100-pcie4", 25, True)],
+)
+def test_copies_from_the_host_pass_the_port_of_pcie(name: str, rate: float, shares: bool) -> None:
+    machine = Machine.parse(name)
+    (port,) = machine.topology().path(1, 1).resources
+    assert port.rate == rate * 1e9
+    assert shares == (port.name in {each.name for each in machine.topology().path(0, 1).resources})
 
 
 def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:

@@ -195,6 +195,14 @@ def test_messages_of_a_class_share_its_rate() -> None:
     assert replace(machine, links=(shared,)).is_uniform
 
 
+def test_copies_from_the_host_have_the_rate_that_was_measured() -> None:
+    machine = MeasuredMachine(device=DEVICE, devices=1, links=(), host=10.0)
+    tape: Tape = (Send(0, (0,), "host", 100, bulk=True), Wait(0, 0, 100))
+    assert replay([tape], machine.topology()).seconds == pytest.approx(10.0)
+    with pytest.raises(PlanError, match="were not measured: run patchpar tune"):
+        replay([tape], replace(machine, host=0.0).topology())
+
+
 def test_a_device_that_no_link_reaches_is_named() -> None:
     machine = MeasuredMachine(device=DEVICE, devices=3, links=(LinkClass(pairs=((0, 1),), latency=0.0, rate=1.0),))
     tapes: list[Tape] = [(Send(0, (2,), "kv", 8),), (), (Wait(0, 0, 8),)]

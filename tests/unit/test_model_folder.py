@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from patchpar.errors import PlanError
 from patchpar.models.files import inspect_folder, lacks_files, resolve_model
 from patchpar.models.hub import cached_model
+from patchpar.models.loading import load_pipeline
 
 WEIGHTS = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
 
@@ -51,6 +53,16 @@ def test_a_name_of_the_hub_whose_files_are_in_the_cache(tmp_path: Path) -> None:
     assert found.weight_bytes == inspect_folder(tmp_path / "model").weight_bytes
     assert cached_model("org/model", {**options, "revision": "v2"}) is None
     assert cached_model("org/other", options) is None
+
+
+def test_a_network_without_its_configuration_is_refused_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+    (folder(tmp_path) / "unet" / "config.json").unlink()
+    way = f"unet has no config.json, .*hf download ORG/MODEL unet/config.json --local-dir {re.escape(str(tmp_path))}"
+    with pytest.raises(PlanError, match=way):
+        resolve_model(tmp_path, {})
+    with pytest.raises(PlanError, match=way):
+        load_pipeline(str(tmp_path), {})
+    assert resolve_model(tmp_path, {"unet": object()})[0] == str(tmp_path)
 
 
 @pytest.mark.parametrize("missing", ["unet", "scheduler", "1 of 2", "part of a file"])

@@ -104,3 +104,16 @@ def test_a_peer_that_is_not_there_is_refused() -> None:
 def test_links_that_cannot_be_are_refused(rate: float, latency: float) -> None:
     with pytest.raises(PlanError, match="use a"):
         equal_ports(rate, latency).path(0, 1)
+
+
+@pytest.mark.parametrize("copy", [0.25, 1.0, 3.0])
+def test_copies_of_the_next_block_are_hidden_behind_this_one(copy: float) -> None:
+    """Each block takes the longer of its own computation and of the copy of the next one, as in docs/weights.md."""
+    tape: list[Kernel | Send | Wait] = [Send(0, (0,), "host", 100, bulk=True)]
+    for block in range(5):
+        tape.append(Wait(block, 0, 100, f"block {block}", "host"))
+        if block < 4:
+            tape.append(Send(block + 1, (0,), "host", 100, bulk=True))
+        tape.append(Kernel("block", 1.0))
+    host = Topology(lambda a, b: Route((Resource(f"from host {b}", 100 / copy),)))
+    assert replay([tuple(tape)], host).seconds == pytest.approx(copy + 4 * max(1.0, copy) + 1.0)

@@ -12,8 +12,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, PreTrainedModel
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.models.dry_run.meta_mode import META
+from patchpar.models.files import CONFIG, no_config
 from patchpar.models.info import networks_of
 from patchpar.models.loading import DTYPE_NAMES, MALFORMED, dtype_of, load_pipeline
 from patchpar.models.model_index import ComponentEntry, ModelIndex
@@ -80,12 +81,16 @@ def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.
     try:
         kind = simple_get_class_obj(part.library, part.kind)
         with torch.device(META), NotInitialised():
+            if issubclass(kind, (ModelMixin, PreTrainedModel)) and not (folder / CONFIG).is_file():
+                raise no_config(folder)
             if issubclass(kind, ModelMixin):
                 network: nn.Module = kind.from_config(kind.load_config(folder))
             elif issubclass(kind, PreTrainedModel):
                 network = kind(AutoConfig.from_pretrained(folder, trust_remote_code=False))
             else:
                 return None
+    except PatchparError:
+        raise
     except MALFORMED as error:
         raise PlanError(f"{folder} cannot be read by {part.library}: {type(error).__name__}: {error}") from error
     wide = _kept_in_float32(network, dtype)
@@ -96,7 +101,7 @@ def empty_network(folder: Path, part: ComponentEntry, dtype: torch.dtype) -> nn.
 
 
 def _refuse_quantized(folder: Path) -> None:
-    config = folder / "config.json"
+    config = folder / CONFIG
     if config.is_file() and "quantization_config" in read_object(config):
         raise UnsupportedModel(
             f"{folder} holds quantised weights, whose memory is not known before they are loaded: use the folder of "

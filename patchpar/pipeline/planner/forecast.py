@@ -8,10 +8,9 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
-from patchpar.launch.host_memory import CONTEXT_BYTES
-from patchpar.models.dry_run.kernel_buffers import TILES
+from patchpar.errors import PlanError
 from patchpar.pipeline.planner.image_ranks import ImageRanks
-from patchpar.pipeline.planner.recorded_rank import RecordedRank
+from patchpar.pipeline.planner.rank_memory import RankMemory, memory_of
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
 from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
@@ -20,7 +19,7 @@ from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
 from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Device, DividedWork, Prices
 from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed, replay
-from patchpar.plan.replay.tape import Kernel, Operator, Tape, Wait, bytes_sent, steps_of
+from patchpar.plan.replay.tape import Kernel, Operator, Tape, Wait, bytes_copied, bytes_sent, steps_of
 from patchpar.plan.replay.topology import Topology
 
 AnyMachine = Machine | MeasuredMachine
@@ -56,33 +55,14 @@ class PhaseForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Bytes of one rank: its weights, the most of its other tensors at a time, and what CUDA takes.
-
-    `buffers`: what kernels take while they run, beyond that. `stale`: of the other tensors, values that one step leaves
-    to the next.
-    """
-
-    weights: int
-    tensors: int
-    context: int = CONTEXT_BYTES
-    stale: int = 0
-    buffers: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.tensors + self.buffers + self.context
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """A call of `steps` steps, of which `warm_up_steps` are like the first. `bytes_sent`: in a later step, by rank.
 
     `flops`: of a later step, by rank. `launching`: seconds of a later step that the process of the first rank takes to
     launch its kernels; 0 of one rank where several have graphs. `work`: these kernels; None if not known. `calls`: of
     denoisers by the first rank in a later step; 0 if not known. `rounds`: exchanges of which it waits for messages, one
-    after the other, in a later step. `order`: the device of each rank, then idle ones; empty where they are in order.
+    after the other, in a later step. `copied`: bytes from the host's memory, in a later step, by rank. `order`: the
+    device of each rank, then idle ones; empty where they are in order.
     """
 
     plan: Plan
@@ -102,6 +82,7 @@ class Forecast:
     calls: int = 0
     rounds: int = 0
     order: tuple[int, ...] = ()
+    copied: Sequence[int] = ()
 
     def device_of(self, rank: int) -> Device:
         """Return the device that a rank sits on."""
@@ -142,6 +123,7 @@ class Forecast:
             **around,
             "flops_per_step": list(self.flops),
             "bytes_sent_per_step": [dict(each) for each in self.bytes_sent],
+            "bytes_copied_per_step": list(self.copied),
             "memory_bytes": [each.total for each in self.memory],
             "stale_bytes": [each.stale for each in self.memory],
             "assumed": list(self.assumed),
@@ -184,6 +166,7 @@ class PlanForecasts:
             warm_up_steps=min(warm_up_steps, steps),
             bytes_sent=[_mean_bytes([each[name] for name in self._later]) for each in parts],
             memory=[memory_of(rank) for rank in ranks.ranks],
+            copied=[sum(bytes_copied(each[name]) for name in self._later) // len(self._later) for each in parts],
             flops=[sum(_flops(each[name]) for name in self._later) // len(self._later) for each in parts],
         )
 
@@ -211,8 +194,14 @@ class PlanForecasts:
             work=DividedWork.of(self._last_step, devices[0], self._assumed),
             calls=calls_of(self._last_step),
             rounds=len(list(groupby(each.where for each in self._last_step if isinstance(each, Wait)))),
-            assumed=(*(line for kind in kinds for line in self._assumed.lines(kind)), *self._machine.assumptions()),
+            assumed=(*(line for kind in kinds for line in self._assumed.lines(kind)), *self._of_links(topology)),
         )
+
+    def _of_links(self, topology: Topology) -> Iterator[str]:
+        if any(map(bytes_copied, self._recorded)) and not isinstance(self._machine, MeasuredMachine):
+            rate = min(each.rate for each in topology.path(0, 0).resources)
+            yield f"host: {rate / 1e9:.3g} GB/s from its memory to each device"
+        yield from self._machine.assumptions()
 
     def _replayed(self, devices: Sequence[Device], topology: Topology) -> Replayed:
         """Return the replay of all ranks on these devices; of images on equal devices one stands for all."""
@@ -257,16 +246,12 @@ def _ordered(topology: Topology, order: tuple[int, ...]) -> Topology:
 
 
 def plan_fits(plan: Plan, machine: AnyMachine) -> None:
-    """Raise PlanError for a plan with more ranks than the machine has devices."""
+    """Raise PlanError for more ranks than the machine has devices, and for hosted weights of an image on more hosts."""
     if plan.world_size > machine.devices:
         plan.check_devices(machine.devices)
-
-
-def memory_of(rank: RecordedRank) -> RankMemory:
-    """Return the memory that a recorded rank takes."""
-    weights, tensors = sum(rank.weight_bytes.values()), max(rank.peaks.values())
-    buffers = max(rank.working.values()) - tensors + TILES
-    return RankMemory(weights=weights, tensors=tensors, buffers=buffers, stale=rank.stale_bytes)
+    hosts = getattr(machine, "hosts", 1)
+    if plan.weights == "hosted" and hosts > 1 and plan.world_size // plan.data > machine.devices // hosts:
+        raise PlanError(f"plan {plan} gathers hosted weights between hosts, which has no price: use weights=sharded")
 
 
 def _phases(found: Replayed) -> dict[str, PhaseForecast]:

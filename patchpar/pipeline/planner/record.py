@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from patchpar.comm.kernels.fused_op import fused_without_values
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError
 from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
@@ -48,12 +48,12 @@ class Recording:
     """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call.
 
     Stages with hosted weights have the programs of whole ones: after the first call their blocks are on the device.
-    Raises UnsupportedModel for other plans with hosted weights.
+    Other hosted blocks are copied to slots in every call, which is on the tape.
     """
 
     def __init__(self, pipe: Any, plan: Plan, kwargs: Mapping[str, Any], options: RecordOptions | None = None) -> None:
-        _refuse_copies(plan)
-        self.pipe, self.options, self._is_hosted = pipe, options or RecordOptions(), plan.weights == "hosted"
+        self.pipe, self.options = pipe, options or RecordOptions()
+        self._is_hosted = plan.weights == "hosted" and plan.stage > 1
         self.plan = replace(plan, weights="whole", resident=0) if self._is_hosted else plan
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
         self.networks: dict[str, nn.Module] = emptied(pipe)
@@ -140,14 +140,6 @@ class Recording:
         for denoiser in denoisers_of(self.pipe).values():
             hooks.before(denoiser, begin)
             hooks.after(denoiser, lambda *_: memory.enter(DECODE))
-
-
-def _refuse_copies(plan: Plan) -> None:
-    if plan.weights == "hosted" and plan.stage == 1:
-        raise UnsupportedModel(
-            f"plan {plan} copies blocks from host memory in every step, which has no price: use weights=sharded, or "
-            "stage=N,weights=hosted, whose blocks stay on the device after the first call"
-        )
 
 
 def _weight_bytes(network: nn.Module, memory: LiveBytes) -> int:

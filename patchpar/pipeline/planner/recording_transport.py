@@ -17,6 +17,7 @@ from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Wor
 from patchpar.comm.transport.message import T
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.models.dry_run.meta_mode import META
+from patchpar.pipeline.planner.recorded_copy import RecordedCopy
 from patchpar.pipeline.planner.tape_recorder import Expected, TapeRecorder
 from patchpar.plan.mesh import Axis
 
@@ -82,6 +83,10 @@ class RecordingTransport:
         by_kind = self._by_kind.get(peer) or {self._label: num_bytes}
         assert sum(by_kind.values()) == num_bytes, f"{where}: {by_kind} in a message of {num_bytes} bytes"
         self.tape.send(peer, by_kind, self._label, where, bulk=bulk)
+
+    def copy_from_host(self, num_bytes: int, where: str) -> RecordedCopy:
+        """Note a copy of weights from the host's memory, beside what is computed on a GPU; elsewhere it is at once."""
+        return RecordedCopy(self.tape, self.rank, num_bytes, where, at_once=self.collectives is None)
 
     def settle(self, where: str) -> None:
         """See `Transport`."""

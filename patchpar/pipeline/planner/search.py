@@ -85,6 +85,7 @@ def search(
             for plan in attention_variants(base.plan):
                 found.try_plan(plan)
     if not found.fits_one_device:
+        found.try_divided_weights(Plan())
         for plan in divided_models(machine.devices, branches):
             found.try_divided(plan)
     return found.result(machine, may_exchange=not in_order)
@@ -146,14 +147,21 @@ class _Search:
         return least <= CLOSE * min((each.step.seconds for each in fitting), default=float("inf"))
 
     def try_plan(self, plan: Plan) -> None:
-        """Replay a plan; with sharded weights too, where whole ones do not fit."""
+        """Replay a plan; with sharded or hosted weights too, where whole ones do not fit."""
         forecast = self._tried(plan)
         if forecast is None:
             return
         if plan.patch == 1:
             self._unsplit[plan.cfg] = forecast
         if not forecast.fits and plan.weights == "whole" and plan.stage * plan.tensor == 1:
-            self._tried(replace(plan, weights="sharded"))
+            self.try_divided_weights(plan)
+
+    def try_divided_weights(self, plan: Plan) -> None:
+        """Replay a plan with sharded weights, and with hosted ones where these do not fit or there is one rank."""
+        several = plan.world_size > plan.data
+        found = self._tried(replace(plan, weights="sharded")) if several else None
+        if found is None or not found.fits:
+            self._tried(replace(plan, weights="hosted"))
 
     def _tried(self, plan: Plan) -> Forecast | None:
         """Return the forecast of a plan, which is kept; None where the plan is refused, whose reason is kept."""

@@ -35,8 +35,9 @@ LOCAL = "local"
 """The name of this machine, as it was measured."""
 SEVERAL = Plan(cfg=2)
 """A plan of several ranks, whatever the call."""
-EXACT_STEPS, STALE_STEPS = 1, 4
+EXACT_STEPS, DIVIDED_STEPS, STALE_STEPS = 1, 2, 4
 """Steps that are recorded: of the last, all later ones are like it. Stale values of two steps are known after three.
+The first block of divided weights comes while the step before ends.
 
 Where layers are refreshed in turn, as many more as it takes until all have been."""
 
@@ -58,7 +59,8 @@ class SimulatedSteps:
                 "for the others: simulate another strategy, such as exact"
             )
         if not plan.strategy.policy.remembers or plan.patch == 1:
-            return cls(plan=plan, recorded=EXACT_STEPS, warm_up_steps=0)
+            steps = EXACT_STEPS if plan.weights == "whole" else DIVIDED_STEPS
+            return cls(plan=plan, recorded=steps, warm_up_steps=0)
         warm_up = plan.strategy.policy.warmup_steps
         short = replace(plan, strategy=replace(plan.strategy, warmup_steps=1))
         return cls(plan=short, recorded=STALE_STEPS - 1 + steps_of_turn(plan), warm_up_steps=warm_up)

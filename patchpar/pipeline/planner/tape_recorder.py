@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import COPIED, Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 
 ENCODE, DECODE = "encode", "decode"
 AGAIN = "another call"
@@ -67,6 +67,12 @@ class TapeRecorder:
         parts = tuple(by_kind.items()) if len(by_kind) > 1 else ()
         kind = label if parts or not by_kind else next(iter(by_kind))
         self._entries.append(Send(number, (peer,), kind, sum(by_kind.values()), where, parts, bulk, self._operation))
+
+    def copy(self, rank: int, num_bytes: int, where: str) -> Expected:
+        """Note that this rank begins to copy from the host's memory, as a message to itself; return it for `wait`."""
+        number = self._counted(self._sent, rank)
+        self._entries.append(Send(number, (rank,), COPIED, num_bytes, where, bulk=True))
+        return Expected(self._call, number, rank, num_bytes, where, COPIED)
 
     def begun(self) -> Begun:
         """Return the operation of what was sent since the last time."""

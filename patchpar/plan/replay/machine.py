@@ -9,12 +9,12 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from itertools import groupby
 
 from patchpar.errors import PlanError
-from patchpar.plan.replay.device_catalogue import DEVICES, GB, DeviceSpec
+from patchpar.plan.replay.device_catalogue import GB, DeviceSpec
+from patchpar.plan.replay.machine_names import device_named, nearest_machine
 from patchpar.plan.replay.topology import Resource, Route, Topology
 
 NVLINK, PCIE = "nvlink", "pcie"
@@ -28,6 +28,9 @@ LINE_FRACTION = 0.9
 NVLINK_FRACTION, NVLINK_LATENCY = 0.7, 20e-6
 PCIE_RATES = {3: 11 * GB, 4: 22 * GB, 5: 45 * GB}
 """Bytes per second of a x16 port in one direction, as copies between two cards reach it, by generation."""
+HOST_RATES = {3: 12.5 * GB, 4: 25 * GB, 5: 54 * GB}
+"""The same from the host's pinned memory to a card: 54.4 were measured on an H200 (docs/figures/gpu.md), of generation
+5; the others have the same part of their line rate, rounded."""
 PCIE_LATENCY = 30e-6
 CARDS_OF_A_ROOT = 4
 MOST_DEVICES = 100_000
@@ -79,7 +82,9 @@ class Machine:
         found = [_HOST.fullmatch(part.strip()) for part in (*others, last)]
         parts = [each.groups() for each in found if each is not None]
         if len(parts) < len(found) or any(link for *_, link in parts[:-1]):
-            raise PlanError(f"machine {whole!r} cannot be read: use the form {FORM}")
+            near = nearest_machine(whole)
+            nearest = f", the nearest is {near}" if near else ""
+            raise PlanError(f"machine {whole!r} cannot be read{nearest}: use the form {FORM}")
         if any(count is not None and not int(count) for count, *_ in parts):
             raise PlanError(f"machine {whole!r} has no device: use a number of at least 1, as in {FORM}")
         _check_count(sum(int(count or 1) for count, *_ in parts), whole)
@@ -113,6 +118,8 @@ class Machine:
         return Topology(cache(self._route))
 
     def _route(self, a: int, b: int) -> Route:
+        if a == b:
+            return Route((Resource(self._host_port(a), self.host_rate(a)),), PCIE_LATENCY)
         hosts = a // self.devices_per_host, b // self.devices_per_host
         if hosts[0] == hosts[1]:
             return Route(tuple(self._within(a, b)), NVLINK_LATENCY if self.link == NVLINK else PCIE_LATENCY)
@@ -128,6 +135,15 @@ class Machine:
             for root in dict.fromkeys(each % self.devices_per_host // CARDS_OF_A_ROOT for each in (a, b)):
                 yield Resource(f"memory of host {host} at root {root}", 2 * self._rate(a, b))
         yield self._port("in", b, a)
+
+    def _host_port(self, rank: int) -> str:
+        """Return the port through which copies from the host come: that of messages too, unless these have NVLink."""
+        return f"from host {rank}" if self.link == NVLINK else f"in {rank}"
+
+    def host_rate(self, rank: int) -> float:
+        """Return the bytes per second of a copy from the host's memory to a device."""
+        generation = self.device_at(rank).pcie if self.link == NVLINK else int(self.link.removeprefix(PCIE))
+        return HOST_RATES[generation]
 
     def _port(self, way: str, rank: int, other: int) -> Resource:
         return Resource(f"{way} {rank}", self._rate(rank, other))
@@ -183,20 +199,3 @@ def _link_of(devices: Sequence[DeviceSpec], asked: str | None, whole: str) -> st
 
 def _cards(hosts: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
     return ("network card out", hosts[0]), ("network card in", hosts[1])
-
-
-def device_named(name: str) -> DeviceSpec:
-    """Return a device of the catalogue. Raises PlanError that names the nearest."""
-    known = {_plain(device.name): device for device in DEVICES}
-    found = known.get(_plain(name))
-    if found is None:
-        near = get_close_matches(_plain(name), known, n=1, cutoff=0.0)
-        raise PlanError(
-            f"no device {name!r} in the catalogue, the nearest is {known[near[0]].name}: use one of "
-            f"{', '.join(device.name for device in DEVICES)}"
-        )
-    return found
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace(" ", "").replace("_", "")

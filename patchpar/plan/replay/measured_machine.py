@@ -42,13 +42,15 @@ class LinkClass:
 class MeasuredMachine:
     """`devices` of one host, all like `device`. `links`: every pair is in one class.
 
-    `mixed`: the devices in order, where they are of several kinds; `device` is the first of them.
+    `mixed`: the devices in order, where they are of several kinds; `device` is the first of them. `host`: bytes per
+    second of a copy from the host's memory while all devices copy; 0: not measured.
     """
 
     device: MeasuredDevice
     devices: int
     links: tuple[LinkClass, ...]
     mixed: tuple[MeasuredDevice, ...] = ()
+    host: float = 0.0
 
     def device_at(self, number: int) -> MeasuredDevice:
         """Return the device of that number."""
@@ -74,6 +76,8 @@ class MeasuredMachine:
         by_pair = {pair: (number, each) for number, each in enumerate(self.links) for pair in each.pairs}
 
         def route(a: int, b: int) -> Route:
+            if a == b:
+                return self._from_host(a)
             if (min(a, b), max(a, b)) not in by_pair:
                 raise PlanError(f"no link between devices {a} and {b} was measured: run patchpar tune with all of them")
             number, link = by_pair[min(a, b), max(a, b)]
@@ -82,8 +86,15 @@ class MeasuredMachine:
 
         return Topology(cache(route))
 
+    def _from_host(self, rank: int) -> Route:
+        if not self.host:
+            raise PlanError("copies from host memory, of weights=hosted, were not measured: run patchpar tune")
+        return Route((Resource(f"from host {rank}", self.host),))
+
     def assumptions(self) -> Iterator[str]:
         """Yield what was measured of its links."""
+        if self.host:
+            yield f"copies from host memory: measured, {self.host / 1e9:.3g} GB/s to each device"
         for link in self.links:
             shared = f", all at once {link.shared / 1e9:.3g} GB/s" if math.isfinite(link.shared) else ""
             pairs = ", ".join(f"{a}-{b}" for a, b in link.pairs[:4]) + (", ..." if len(link.pairs) > 4 else "")

@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+COPIED = "host"
+"""The kind of copies from the host's memory, messages that a rank sends itself, in tapes and statistics."""
+
 
 @dataclass(frozen=True, slots=True)
 class Operator:
@@ -121,11 +124,16 @@ TapeEntry = Operator | Kernel | Send | Receive | Wait | Leave | Boundary
 Tape = tuple[TapeEntry, ...]
 
 
+def bytes_copied(tape: Iterable[TapeEntry]) -> int:
+    """Return the bytes that a rank copies from the host's memory."""
+    return sum(entry.num_bytes for entry in tape if isinstance(entry, Send) and entry.kind == COPIED)
+
+
 def bytes_sent(tape: Iterable[TapeEntry]) -> Counter[str]:
-    """Return the bytes that a rank sends, by kind, counted once per receiver."""
+    """Return the bytes that a rank sends to others, by kind, counted once per receiver."""
     found: Counter[str] = Counter()
     for entry in tape:
-        if isinstance(entry, Send):
+        if isinstance(entry, Send) and entry.kind != COPIED:
             for kind, num_bytes in entry.parts or ((entry.kind, entry.num_bytes),):
                 found[kind] += len(entry.peers) * num_bytes
     return found

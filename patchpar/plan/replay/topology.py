@@ -36,7 +36,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """`path(a, b)`: the route of a message from rank a to rank b."""
+    """`path(a, b)`: the route of a message from rank a to rank b, of one to itself from the host's memory."""
 
     path: Callable[[int, int], Route]
 

@@ -51,9 +51,9 @@ class TokenLayout:
 
     def _num_tokens(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> int:
         """Count an argument that consists of tokens alone, or else compute it from the size of the latent."""
-        for number, rows in rule.inputs:
-            if rows.alone:
-                return int(leaves[number].shape[rows.dim])
+        alone = [int(leaves[number].shape[rows.dim]) for number, rows in rule.inputs if rows.alone]
+        if alone:
+            return max(alone)  # one row is that of all tokens
         size = latent_size(*self._latent)
         exact = plan.ratio * size
         found = round(exact)

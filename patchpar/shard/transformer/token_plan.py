@@ -64,9 +64,12 @@ class TokenRows:
     def cut(self, x: Tensor, ranges: TokenRanges) -> Tensor:
         """Return our tokens of a whole tensor of any shape, and the rows around all tokens.
 
-        A copy unless it is a contiguous view. Raises UnsupportedModel.
+        One row alone is that of all tokens, as where all have the same time, and stays. A copy unless it is a
+        contiguous view. Raises UnsupportedModel.
         """
         size, tokens = x.shape[self.dim], ranges.num_tokens
+        if size == 1 and self.alone:
+            return x
         start = self.start(size, tokens)
         before, all_tokens, after = x.split_with_sizes((start, tokens, size - start - tokens), self.dim)
         own = ranges.own(all_tokens, self.dim)

@@ -27,13 +27,13 @@ from patchpar.launch.host_memory import free_memory
 from patchpar.launch.rendezvous import this_host
 from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
+from patchpar.plan.replay.tape import COPIED
 from patchpar.shard.verification import uncounted
 from patchpar.shard.weights.copy_stream import CopyStream
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 from patchpar.shard.weights.stores import KIND, BlockStore, Transfer
 
-COPIED = "host"  # in statistics: what is copied from the host, which no rank sends
 log = logging.getLogger(__name__)
 
 

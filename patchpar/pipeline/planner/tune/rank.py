@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, alone, connect
-from patchpar.launch.accelerators import device_module, name_of
+from patchpar.launch.accelerators import device_module, name_of, pin_host_memory, unpin_host_memory
 from patchpar.launch.executor import RankContext
 from patchpar.launch.host_memory import free_memory
 from patchpar.pipeline.planner.tune.kernel_rates import measured_device
@@ -78,6 +79,16 @@ class TuningRank:
         if not peers:
             return None
         return min(_both_ways(transport, peers) for _ in range(LONG))
+
+    def host_rate(self) -> float:
+        """Measure the bytes per second of a copy from the host's memory, pinned where the device has that."""
+        message = torch.zeros(LARGE_MESSAGE, dtype=torch.uint8)
+        into = torch.empty_like(message, device=self._device)
+        is_pinned = pin_host_memory(message, self._device)
+        seconds = self._timer.best(partial(into.copy_, message, non_blocking=True))
+        if is_pinned:
+            unpin_host_memory(message.data_ptr())
+        return LARGE_MESSAGE / seconds
 
     def _connected(self) -> Transport:
         if self._transport is None:

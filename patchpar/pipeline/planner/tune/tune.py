@@ -70,7 +70,8 @@ def measured(ranks: Executor, dtype: str, calls: Sequence[tuple[str, int]]) -> M
         seconds.append(taken)
     devices = by_kind(ranks.call("fit", seconds))
     mixed = tuple(devices) if len({each.name for each in devices}) > 1 else ()
-    return MeasuredMachine(device=devices[0], devices=len(devices), links=tuple(_links(ranks)), mixed=mixed)
+    host = min(ranks.call("host_rate"))
+    return MeasuredMachine(device=devices[0], devices=len(devices), links=tuple(_links(ranks)), mixed=mixed, host=host)
 
 
 def _seconds(ranks: Executor) -> list[float] | None:
