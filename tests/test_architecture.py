@@ -44,7 +44,7 @@ ONLY = {
     },
     "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
     "shard.unet.layers": {
-        *("errors", "plan.bands", "shard.precision", "shard.kernels"),
+        *("errors", "plan.bands", "shard.precision", "shard.kernels", "shard.unet.one_column"),
         *("comm.exchange_part.Halo", "comm.kernels.fused_op"),
     },
     "shard.verification_cache": {"errors", "plan.json_files"},
