@@ -60,7 +60,8 @@ class KnownExchange(NamedTuple):
     """An exchange of the messages in `sent`, which their owner writes before each start, and of those in `received`.
 
     `rows`: the received buffer as [P, bytes], where all ranks get the same message. `tensors`: views of what was
-    received, of any shape, by sender. `booked`: kind, bytes sent and bytes received.
+    received, of any shape, by sender; none where it is received into a buffer of the caller's. `booked`: kind, bytes
+    sent and bytes received.
     """
 
     where: str
@@ -112,15 +113,15 @@ class MessagePlan:
         row = row_of(tuple(self._received.get(rank, ()) for rank in ranks))
         sizes = row.sizes if self._row is None else [self._row] * len(ranks)
         if whole is not None and self._row is None and whole.nbytes == row.size:
-            buffer = whole.view(-1).view(torch.uint8)
+            buffer, views = whole.view(-1).view(torch.uint8), False
         else:
-            buffer = memory.take("received", sum(sizes), torch.uint8, device)
+            buffer, views = memory.take("received", sum(sizes), torch.uint8, device), True
         if self._row is not None:
             rows = buffer.view(len(ranks), self._row)
         parts = dict(zip(ranks, buffer.split_with_sizes(sizes), strict=True))
         sent = FlatParts(memory.take("sent", sum(self._sizes), torch.uint8, device), self._sizes)
         incoming = tuple(Incoming(rank, specs) for rank, specs in self._received.items())
-        tensors = {rank: _tensors(specs, parts[rank]) for rank, specs in self._received.items()}
+        tensors = {rank: _tensors(specs, parts[rank]) for rank, specs in self._received.items() if views}
         booked = (kind, *self._booked)
         return KnownExchange(where, ranks, sent, FlatParts(buffer, sizes), rows, incoming, tensors, booked)
 
