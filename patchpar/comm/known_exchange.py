@@ -85,8 +85,8 @@ class KnownExchange(NamedTuple):
 class MessagePlan:
     """Messages of tensors of these specs: `sent` to each global rank of an axis, and `received` from each.
 
-    `to_all`: every rank sends the same to all others, so that it may be a gather. `places`: in the buffer that is sent,
-    the first byte of each tensor of the message to a rank.
+    `to_all`: every rank sends the same to all others, so that it may be a gather. `offsets`: in the buffer that is
+    sent, the first byte of each tensor of the message to a rank.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MessagePlan:
             self._sizes, starts = row.sizes, dict(zip(axis.ranks, row.starts, strict=True))
         else:
             self._sizes, starts = [self._row], dict.fromkeys(axis.ranks, 0)
-        self.places = {rank: _places(specs, starts[rank]) for rank, specs in sent.items()}
+        self.offsets = {rank: _offsets(specs, starts[rank]) for rank, specs in sent.items()}
 
     def known(
         self, kind: str, where: str, memory: MessageMemory, device: torch.device, whole: Tensor | None = None
@@ -143,7 +143,7 @@ def _gathered_bytes(sent: Mapping[int, Specs], received: Mapping[int, Specs]) ->
     return None if width * len(sizes) > MOST_PADDING * sum(sizes) else width
 
 
-def _places(specs: Specs, start: int) -> tuple[int, ...]:
+def _offsets(specs: Specs, start: int) -> tuple[int, ...]:
     layout = layout_of(specs)
     return tuple(start + offset * layout.dtype.itemsize for offset in layout.offsets)
 

@@ -91,13 +91,13 @@ class PackedMessages(DeltaMessages):
         """Yield what is sent: the same windows to some ranks, once where these get one message together."""
         first = 0
         for pieces, peers in self._layout.receivers.items():
-            places = dict.fromkeys(self._place(peer) for peer in peers)
-            yield WindowRun(first, self._layout.num_tokens(pieces), tuple(places))
+            offsets = dict.fromkeys(self._offset_to(peer) for peer in peers)
+            yield WindowRun(first, self._layout.num_tokens(pieces), tuple(offsets))
             first += self._layout.num_tokens(pieces)
 
-    def _place(self, peer: int) -> tuple[int, int]:
+    def _offset_to(self, peer: int) -> tuple[int, int]:
         """Return the first units of the values, or of levels and scales, of the message to a global rank."""
-        values, *scales = self._plan.places[peer]
+        values, *scales = self._plan.offsets[peer]
         return values // UNIT, scales[0] // UNIT if scales else 0
 
     def _windows_of_others(self) -> Iterator[Window]:
