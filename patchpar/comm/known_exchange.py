@@ -60,7 +60,8 @@ class KnownExchange(NamedTuple):
     """An exchange of the messages in `sent`, which their owner writes before each start, and of those in `received`.
 
     `rows`: the received buffer as [P, bytes], where all ranks get the same message. `tensors`: views of what was
-    received, of any shape, by sender. `booked`: kind, bytes sent and bytes received.
+    received, of any shape, by sender; none where it is received into a buffer of the caller's. `booked`: kind, bytes
+    sent and bytes received.
     """
 
     where: str
@@ -84,8 +85,8 @@ class KnownExchange(NamedTuple):
 class MessagePlan:
     """Messages of tensors of these specs: `sent` to each global rank of an axis, and `received` from each.
 
-    `to_all`: every rank sends the same to all others, so that it may be a gather. `places`: in the buffer that is sent,
-    the first byte of each tensor of the message to a rank.
+    `to_all`: every rank sends the same to all others, so that it may be a gather. `offsets`: in the buffer that is
+    sent, the first byte of each tensor of the message to a rank.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class MessagePlan:
             self._sizes, starts = row.sizes, dict(zip(axis.ranks, row.starts, strict=True))
         else:
             self._sizes, starts = [self._row], dict.fromkeys(axis.ranks, 0)
-        self.places = {rank: _places(specs, starts[rank]) for rank, specs in sent.items()}
+        self.offsets = {rank: _offsets(specs, starts[rank]) for rank, specs in sent.items()}
 
     def known(
         self, kind: str, where: str, memory: MessageMemory, device: torch.device, whole: Tensor | None = None
@@ -112,15 +113,15 @@ class MessagePlan:
         row = row_of(tuple(self._received.get(rank, ()) for rank in ranks))
         sizes = row.sizes if self._row is None else [self._row] * len(ranks)
         if whole is not None and self._row is None and whole.nbytes == row.size:
-            buffer = whole.view(-1).view(torch.uint8)
+            buffer, views = whole.view(-1).view(torch.uint8), False
         else:
-            buffer = memory.take("received", sum(sizes), torch.uint8, device)
+            buffer, views = memory.take("received", sum(sizes), torch.uint8, device), True
         if self._row is not None:
             rows = buffer.view(len(ranks), self._row)
         parts = dict(zip(ranks, buffer.split_with_sizes(sizes), strict=True))
         sent = FlatParts(memory.take("sent", sum(self._sizes), torch.uint8, device), self._sizes)
         incoming = tuple(Incoming(rank, specs) for rank, specs in self._received.items())
-        tensors = {rank: _tensors(specs, parts[rank]) for rank, specs in self._received.items()}
+        tensors = {rank: _tensors(specs, parts[rank]) for rank, specs in self._received.items() if views}
         booked = (kind, *self._booked)
         return KnownExchange(where, ranks, sent, FlatParts(buffer, sizes), rows, incoming, tensors, booked)
 
@@ -142,7 +143,7 @@ def _gathered_bytes(sent: Mapping[int, Specs], received: Mapping[int, Specs]) ->
     return None if width * len(sizes) > MOST_PADDING * sum(sizes) else width
 
 
-def _places(specs: Specs, start: int) -> tuple[int, ...]:
+def _offsets(specs: Specs, start: int) -> tuple[int, ...]:
     layout = layout_of(specs)
     return tuple(start + offset * layout.dtype.itemsize for offset in layout.offsets)
 

@@ -6,7 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -180,49 +180,20 @@ class Stop(torch.OutOfMemoryError):
     """What a rank raises in the middle of a call."""
 
 
-STOPPED = [(strategy, world) for strategy in STRATEGIES for world in WORLDS.get(strategy, (2, 3, 4, 5))]
-
-
 @pytest.mark.parametrize(("strategy", "world", "number"), [("exact", 2, 12), ("fresh-edges", 2, 48), ("pcpp", 3, 7)])
 def test_an_exception_at_an_exchange_frees_every_rank(strategy: str, world: int, number: int) -> None:
     """The others get an error that names the exchange point, and none of them exchanges anything afterwards."""
     frees_every_rank(lambda transport: predicted(transport, run_of(strategy), world), world, number)
 
 
-@pytest.mark.breadth
-@pytest.mark.parametrize(("strategy", "world"), STOPPED)
-def test_an_exception_at_each_exchange_frees_every_rank(strategy: str, world: int) -> None:
-    """Of an exact step and a stale one."""
-    run = replace(run_of(strategy), evaluations=2 if strategy.startswith(EXACT_AT_FIRST) else 1)
-
-    def call(transport: TorchTransport) -> Any:
-        return predicted(transport, run, world, images=1)
-
-    for number in exchanges_of(call, world):
-        frees_every_rank(call, world, number)
-
-
-def exchanges_of(call: Callable[[TorchTransport], Any], world: int) -> range:
-    """Those that rank 1 makes in a call: of two ranks each, of three to five every second to fourth."""
-    start, made = Communicator._start, []
-
-    def noted(comm: Communicator, *exchange: Any) -> Any:
-        made.extend([1] if comm.transport.rank == 1 else [])
-        return start(comm, *exchange)
-
-    with mock.patch.object(Communicator, "_start", noted):
-        StandIn(world).run(call)
-    return range(world - 2, len(made), world - 1)
-
-
-def frees_every_rank(call: Callable[[TorchTransport], Any], world: int, number: int) -> None:
-    """Stop rank 1 at its exchange of this number in a call."""
+def frees_every_rank(call: Callable[[TorchTransport], Any], world: int, number: int, stopping: int = 1) -> None:
+    """Stop a rank at its exchange of this number in a call."""
     stand_in = StandIn(world)
     again: list[str] = []
     start, started = Communicator._start, iter(range(number + 1))
 
     def begin(comm: Communicator, *exchange: Any) -> Any:
-        if comm.transport.rank == 1 and next(started) == number:
+        if comm.transport.rank == stopping and next(started) == number:
             raise Stop
         return start(comm, *exchange)
 
@@ -236,9 +207,9 @@ def frees_every_rank(call: Callable[[TorchTransport], Any], world: int, number: 
             raise
 
     with mock.patch.object(Communicator, "_start", begin):
-        first, broken, *others = stand_in.run(stopped)
-    assert isinstance(broken, Stop)
-    for waiting in (first, *others):
+        found = stand_in.run(stopped)
+    assert isinstance(found.pop(stopping), Stop)
+    for waiting in found:
         assert isinstance(waiting, ExchangeError)
         assert re.search(r"\brank \d at ", str(waiting))
         assert any(

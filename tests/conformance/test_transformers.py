@@ -10,12 +10,10 @@ from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_strategies import (
     EXACT_AT_FIRST,
-    STOPPED,
     STRATEGIES,
     WORLDS,
     assert_same,
     at_once,
-    exchanges_of,
     frees_every_rank,
     sent_late,
 )
@@ -53,11 +51,3 @@ def test_tokens_are_shared_unevenly() -> None:
 @pytest.mark.parametrize(("strategy", "world", "number"), [("exact", 3, 1), ("fresh-edges", 2, 9)])
 def test_an_exception_at_an_exchange_of_tokens_frees_every_rank(strategy: str, world: int, number: int) -> None:
     frees_every_rank(on_rank_of(case_of(FLUX, strategy, world)), world, number)
-
-
-@pytest.mark.breadth
-@pytest.mark.parametrize(("strategy", "world"), STOPPED)
-def test_an_exception_at_each_exchange_of_tokens_frees_every_rank(strategy: str, world: int) -> None:
-    case = case_of(FLUX, strategy, world)
-    for number in exchanges_of(on_rank_of(case), world):
-        frees_every_rank(on_rank_of(case), world, number)

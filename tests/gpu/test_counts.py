@@ -19,6 +19,7 @@ from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, FakeRank
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.local_tokens import RULES
+from tests.breadth import first_of
 from tests.gpu.short_models import LAYERS, PIXELS, WORLD
 
 MIB = 2**20
@@ -82,8 +83,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(360, 28, 0, 56, 456, 68, 192, 121),
     },
     ("sdxl", "fresh-edges:context=pooled"): {
-        "exact": Ceiling(398, 28, 0, 56, 510, 68, 98, 26, copies=8),
-        "stale": Ceiling(372, 32, 0, 64, 472, 17, 114, 42),
+        "exact": Ceiling(370, 28, 0, 56, 490, 68, 98, 26, copies=8),
+        "stale": Ceiling(360, 32, 0, 64, 460, 17, 114, 42),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
         "exact": Ceiling(354, 28, 0, 56, 479, 68, 133, 61, copies=4),
@@ -118,8 +119,8 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "stale": Ceiling(213, 5, 0, 6, 228, 82, 346, 199),
     },
     ("flux", "fresh-edges:context=pooled"): {
-        "exact": Ceiling(227, 3, 0, 6, 252, 73, 220, 31, copies=4),
-        "stale": Ceiling(217, 5, 0, 10, 234, 12, 248, 65),
+        "exact": Ceiling(213, 3, 0, 6, 242, 73, 214, 31, copies=4),
+        "stale": Ceiling(211, 5, 0, 10, 228, 12, 248, 65),
     },
     ("flux", "fresh-edges:correction=linear"): {
         "exact": Ceiling(207, 5, 0, 10, 239, 82, 237, 103, copies=2),
@@ -166,18 +167,34 @@ def test_no_step_of_a_stale_strategy_launches_more_than_1_3_times_the_plain_mode
     assert max(of_plain.values()) <= 1.3
 
 
-@pytest.mark.parametrize("strategy", ["fresh-edges", "fresh-edges:correction=none", "fresh-edges:bits=8"])
-@pytest.mark.parametrize("more", ["num_layers", "num_single_layers"])
-def test_a_layer_with_stale_keys_launches_at_most_6_more_than_the_plain_one(
+OF_A_STALE_LAYER = {
+    "fresh-edges": 4,
+    "fresh-edges:correction=none": 4,
+    "fresh-edges:bits=8": 5,
+    "fresh-edges:context=pooled": 4,
+    "fresh-edges:context=pooled,bits=8": 5,
+}
+"""Launches above those of a plain layer: also ceilings. Of averages and of differences the messages are one each."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    first_of(
+        [(strategy, more) for strategy in OF_A_STALE_LAYER for more in LAYERS["flux"]],
+        ("fresh-edges", "num_layers"),
+        ("fresh-edges:context=pooled,bits=8", "num_single_layers"),
+    ),
+)
+def test_a_layer_with_stale_keys_launches_few_more_than_the_plain_one(
     rank: FakeRank, models: dict[str, Denoiser], strategy: str, more: str
 ) -> None:
-    """Whether they are extrapolated, corrected or quantised: of a transformer with one layer more."""
+    """Whether they are extrapolated, corrected, averaged or quantised: of a transformer with one layer more."""
     layers = LAYERS["flux"] | {more: 2}
     added = [
         sum(rank.steps(model, strategy)["stale"].launches.values()) - sum(rank.plain(model).launches.values())
         for model in (models["flux"], DENOISERS["flux"](PIXELS, layers=layers))
     ]
-    assert 0 < added[1] - added[0] <= 6
+    assert 0 < added[1] - added[0] <= OF_A_STALE_LAYER[strategy]
 
 
 @pytest.mark.parametrize("is_wide", [False, True], ids=["as it is", "gathered before it"])

@@ -34,10 +34,10 @@ from tests.gpu.short_models import WORLD
 CEILINGS = {
     ("sdxl", "exact"): 56,
     ("sdxl", "fresh-edges"): 56,  # a seventh of a call of each is to know the kind of a denoiser call again
-    ("sdxl", "pcpp"): 294,  # few exchanges, in which many norms and convolutions send for the next step
+    ("sdxl", "pcpp"): 265,  # few exchanges, in which many norms and convolutions send for the next step
     ("flux", "exact"): 98,
     ("flux", "fresh-edges"): 77,  # owners extrapolate what they send
-    ("flux", "fresh-edges:context=pooled"): 141,
+    ("flux", "fresh-edges:context=pooled"): 108,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
 INLINED = int(sys.version_info >= (3, 12))  # comprehensions, of which the plain model has more: they are no calls there

@@ -72,15 +72,15 @@ def packed(
     """The buffer of all messages, with a unit of nobody between tensors, and the copy of their tokens."""
     windows, runs, end = [], [], 0
     for pieces, receivers in messages:
-        found, places = windows_of(pieces, grid, MINE), list[tuple[int, int]]()
+        found, offsets = windows_of(pieces, grid, MINE), list[tuple[int, int]]()
         heads = len(found) * own[0].numel() // own.shape[-1]
         for _ in range(receivers):
             starts = []
             for size in sizes_of(heads, own.shape[-1], own.dtype, bits):
                 starts.append(end)
                 end += size + 1
-            places.append((starts[0], starts[-1]))
-        runs.append(WindowRun(len(windows), len(found), tuple(places)))
+            offsets.append((starts[0], starts[-1]))
+        runs.append(WindowRun(len(windows), len(found), tuple(offsets)))
         windows += found
     buffer, numbers = torch.full((end * UNIT,), 7, dtype=torch.uint8), run_numbers(runs)
     table = torch.tensor(numbers, dtype=torch.int32).view(len(runs), -1)

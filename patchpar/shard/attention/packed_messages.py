@@ -13,7 +13,6 @@ from patchpar.comm.exchange_part import Received
 from patchpar.comm.known_exchange import KnownExchange, MessagePlan, Specs
 from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.message_memory import MessageMemory
-from patchpar.comm.transport.packing import offset_of
 from patchpar.plan.kv_selection import PooledRows
 from patchpar.shard.attention.token_messages import DeltaMessages, TokenMessages
 from patchpar.shard.kernels.pack_tokens import UNIT, Window, WindowRun, pack_tokens, run_numbers
@@ -92,13 +91,13 @@ class PackedMessages(DeltaMessages):
         """Yield what is sent: the same windows to some ranks, once where these get one message together."""
         first = 0
         for pieces, peers in self._layout.receivers.items():
-            places = dict.fromkeys(self._place(peer) for peer in peers)
-            yield WindowRun(first, self._layout.num_tokens(pieces), tuple(places))
+            offsets = dict.fromkeys(self._offset_to(peer) for peer in peers)
+            yield WindowRun(first, self._layout.num_tokens(pieces), tuple(offsets))
             first += self._layout.num_tokens(pieces)
 
-    def _place(self, peer: int) -> tuple[int, int]:
+    def _offset_to(self, peer: int) -> tuple[int, int]:
         """Return the first units of the values, or of levels and scales, of the message to a global rank."""
-        values, *scales = self._plan.places[peer]
+        values, *scales = self._plan.offsets[peer]
         return values // UNIT, scales[0] // UNIT if scales else 0
 
     def _windows_of_others(self) -> Iterator[Window]:
@@ -148,13 +147,13 @@ class PackedMessages(DeltaMessages):
         return wait
 
     def arrived(self, received: Received, newest: Tensor) -> None:
-        """Make what has come the newest tokens [T, 2, B, N, D], or add it to them."""
+        """Make what has come elsewhere the newest tokens [T, 2, B, N, D], or add it to them."""
         if self._bits < 16:
             super().arrived(received, newest)
             return
         for p in self._axis.others:
             if of_rank := received.get(self._axis.ranks[p]):
-                _put(self._layout.newest.of(newest, p), of_rank[0])
+                self._layout.newest.of(newest, p).copy_(of_rank[0])
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the copies that receivers have of own tokens [K, 2, B, N, D], if differences to these are sent."""
@@ -172,9 +171,3 @@ def messages_of(layout: StaleLayout, like: Tensor) -> TokenMessages:
 def _bytes_of(tokens: Tensor) -> Tensor:
     """Return contiguous tokens, of any shape, as [bytes]."""
     return tokens.view(-1).view(torch.uint8)
-
-
-def _put(tokens: Tensor, x: Tensor) -> None:
-    """Copy `x` to `tokens`, both [l, 2, B, N, D], unless it lies there."""
-    if offset_of(tokens) != offset_of(x):
-        tokens.copy_(x)

@@ -238,7 +238,7 @@ class RemoteTokens:
         """Return attention [B, N, q, D] of the call's queries to the local tokens and the others'."""
         tokens = self._joined(attended) if self.layout.joins else attended
         bias = call.attn_mask
-        mask = None if self._bias is None else self._bias.expand(1, 1, call.query.shape[2], -1)
+        mask = None if self._bias is None else self._views.mask(self._bias, call.query.shape[2])
         if bias is not None:
             mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
         return attend_to_tokens(call, tokens, mask, self._views)

@@ -20,6 +20,7 @@ class TokenViews:
         self._keys: tuple[Tensor, Tensor, Tensor] | None = None
         self._part: tuple[Tensor, Tensor] | None = None
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        self._mask: Tensor | None = None
 
     def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, N, T, D] of `tokens` [T, 2, B, N, D]."""
@@ -39,6 +40,12 @@ class TokenViews:
             start = slots.starts[0]
             self._rows = tokens, tokens.narrow(0, start, slots.total - start), slots.of(tokens, group_rank)
         return self._rows[1:]
+
+    def mask(self, bias: Tensor, queries: int) -> Tensor:
+        """Return the logit bias of tokens, always the same [T], for so many queries: [1, 1, q, T]."""
+        if self._mask is None or self._mask.shape[2] != queries:
+            self._mask = bias.expand(1, 1, queries, -1)
+        return self._mask
 
 
 def keys_values(tokens: Tensor) -> tuple[Tensor, Tensor]:

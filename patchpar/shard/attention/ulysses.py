@@ -14,6 +14,7 @@ Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tok
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class HeadAssignment:
         return expand_heads(x_BMkD, len(self.key) * self.group)[:, first : first + len(self.query)]
 
 
-def split_heads(heads: int, key_heads: int, group_ranks: int) -> list[HeadAssignment]:
+@lru_cache(maxsize=1024)  # every attention layer asks, in every call
+def split_heads(heads: int, key_heads: int, group_ranks: int) -> tuple[HeadAssignment, ...]:
     """Return the heads of every rank, as even as possible; groups are cut only where too few. Raises PlanError."""
     if group_ranks > heads:
         raise PlanError(f"{heads} attention heads cannot be shared by {group_ranks} ranks: use ulysses={heads} or less")
@@ -63,9 +65,9 @@ def split_heads(heads: int, key_heads: int, group_ranks: int) -> list[HeadAssign
     unit = group if key_heads >= group_ranks else 1
     units = heads // unit
     sizes = [unit * (units // group_ranks + (group_rank < units % group_ranks)) for group_rank in range(group_ranks)]
-    return [
+    return tuple(
         HeadAssignment(span, TokenSpan(span.start // group, -(-span.stop // group)), group) for span in spans_of(sizes)
-    ]
+    )
 
 
 def attend_by_heads(
@@ -90,6 +92,7 @@ def attend_by_heads(
     return heads_to_tokens(comm, group, where, out_BnLD, split, (shared.asking, sizes))
 
 
+@lru_cache(maxsize=1024)  # as `split_heads`
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
     """Return the axis of this rank's group, and the axis of the ranks with the same index in their groups."""
     start, group_rank = axis.rank // degree * degree, axis.rank % degree

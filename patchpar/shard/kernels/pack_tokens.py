@@ -39,20 +39,20 @@ class Window(NamedTuple):
 class WindowRun(NamedTuple):
     """Windows that follow each other, and where what becomes of them goes in the buffer, once for each receiver.
 
-    `places`: first units of the values, or of levels and of scales.
+    `offsets`: first units of the values, or of levels and of scales.
     """
 
     first: int
     length: int
-    places: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, int], ...]
 
 
 def run_numbers(runs: Sequence[WindowRun]) -> list[int]:
     """Return the runs as rows of numbers, all as long, one after the other: `pack_tokens` takes no other."""
-    most, found = max(len(run.places) for run in runs), list[int]()
+    most, found = max(len(run.offsets) for run in runs), list[int]()
     for run in runs:
-        places = [*run.places, *[(0, 0)] * (most - len(run.places))]
-        found += (run.first, run.length, len(run.places), *(number for place in places for number in place))
+        offsets = [*run.offsets, *[(0, 0)] * (most - len(run.offsets))]
+        found += (run.first, run.length, len(run.offsets), *(number for offset in offsets for number in offset))
     return found
 
 
@@ -72,20 +72,20 @@ def pack_tokens_eager(
     added to it. `runs`: see `run_numbers`; `table` [runs, numbers] has the same. `pool`: most rows or columns of a
     window.
     """
-    for first, count, places in _runs_of(runs, table.shape[1]):
+    for first, count, offsets in _runs_of(runs, table.shape[1]):
         x = _averages(own, windows.narrow(0, first, count), pool)
         parts = (x,) if copy is None else quantize_delta(copy.narrow(0, first, count), x, bits)
-        for place in places:
-            for part, unit in zip(parts, place, strict=False):
+        for offset in offsets:
+            for part, unit in zip(parts, offset, strict=False):
                 values = part.view(-1).view(torch.uint8)
                 buffer.narrow(0, unit * UNIT, values.shape[0]).copy_(values)
 
 
 def _runs_of(runs: Sequence[int], length: int) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-    """Yield first window, number of windows, and places of each run."""
+    """Yield first window, number of windows, and offsets of each run."""
     for start in range(0, len(runs), length):
-        first, count, receivers, *places = runs[start : start + length]
-        yield first, count, list(zip(places[::2], places[1::2], strict=True))[:receivers]
+        first, count, receivers, *offsets = runs[start : start + length]
+        yield first, count, list(zip(offsets[::2], offsets[1::2], strict=True))[:receivers]
 
 
 def _averages(own: Tensor, windows: Tensor, pool: int) -> Tensor:

@@ -57,6 +57,14 @@ def _level(difference, scale, MOST: tl.constexpr):
 
 
 @triton.jit
+def _scales(delta_even, delta_odd, MOST: tl.constexpr):
+    """Return the scale of each head [ROWS, 1] in fp16, from its differences at even and odd positions."""
+    largest = tl.max(tl.maximum(tl.abs(delta_even), tl.abs(delta_odd)), axis=1)[:, None]
+    most = tl.zeros_like(largest) + MOST
+    return tl.minimum(tl.maximum(tl.div_rn(largest, most), 0.00006103515625), 60000.0).to(tl.float16)
+
+
+@triton.jit
 def _store_levels(
     target, token, level_even, level_odd, pair, is_even, is_odd, WIDTH: tl.constexpr, IS_BYTE: tl.constexpr
 ):
@@ -108,9 +116,7 @@ def quantize_tokens_program(
     old_even = tl.load(held, mask=is_even, other=0.0).to(tl.float32)
     old_odd = tl.load(held + 1, mask=is_odd, other=0.0).to(tl.float32)
     delta_even, delta_odd = tl.where(is_even, even - old_even, 0.0), tl.where(is_odd, odd - old_odd, 0.0)
-    largest = tl.max(tl.maximum(tl.abs(delta_even), tl.abs(delta_odd)), axis=1)[:, None]
-    most = tl.zeros_like(largest) + MOST
-    scale = tl.minimum(tl.maximum(tl.div_rn(largest, most), 0.00006103515625), 60000.0).to(tl.float16)
+    scale = _scales(delta_even, delta_odd, MOST)
     wide = scale.to(tl.float32)
     level_even, level_odd = _level(delta_even, wide, MOST), _level(delta_odd, wide, MOST)
     tl.debug_barrier()  # Triton may let another thread write what this one reads (triton-lang/triton#10924)
@@ -118,8 +124,8 @@ def quantize_tokens_program(
     tl.store(held + 1, (old_odd + level_odd * wide).to(copy.dtype.element_ty), mask=is_odd)
     token = index.to(tl.int64) * heads + head
     for receiver in range(tl.load(run + 2)):
-        places = run + 3 + 2 * receiver
-        levels = buffer + tl.load(places).to(tl.int64) * 16
+        offsets = run + 3 + 2 * receiver
+        levels = buffer + tl.load(offsets).to(tl.int64) * 16
         _store_levels(levels, token, level_even, level_odd, pair, is_even, is_odd, WIDTH, IS_BYTE)
-        scales = (buffer + tl.load(places + 1).to(tl.int64) * 16).to(tl.pointer_type(tl.float16), bitcast=True)
+        scales = (buffer + tl.load(offsets + 1).to(tl.int64) * 16).to(tl.pointer_type(tl.float16), bitcast=True)
         tl.store(scales + token, scale, mask=inside)
