@@ -16,13 +16,13 @@ from torch import Tensor, device, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
+from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.pipeline.call_recorder import CallRecorder
 from patchpar.pipeline.caller_values import with_embeddings_on
 from patchpar.pipeline.clean_latents import clean_estimate, last_latents, latents_to_show
 from patchpar.pipeline.decoded_preview import PreviewDecoder
-from patchpar.pipeline.empty_schedule import empty_schedules_refused
 from patchpar.pipeline.failed_calls import KeptNetworks, undone_after_failure
 from patchpar.pipeline.failed_methods import with_parts
 from patchpar.pipeline.installed_plan import InstalledPlan

@@ -100,7 +100,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         if self._delivery.output == "block" and clock.behind >= NOTED_SECONDS > before:
             log.warning(
                 "block %d is %.1f s late; those after it follow at %g times their speed until that is made up: to go "
-                "on live at once, use output='skip_to_live'",
+                "on live at once, use output='skip_to_live', or --late skip_to_live",
                 chunk.block,
                 clock.behind,
                 CATCH_UP,

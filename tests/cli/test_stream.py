@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import av
 import numpy as np
@@ -31,7 +31,7 @@ from websockets.sync.client import connect
 
 from patchpar.cli import app, video_file
 from patchpar.cli.stream import live_inputs
-from patchpar.cli.stream.flags import FPS, StreamFlags
+from patchpar.cli.stream.flags import FPS, Late, StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamEnding, TimedFrames, paced, show_all
 from patchpar.cli.stream.video import _audio
@@ -39,8 +39,10 @@ from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.model_index import SELF_FORCING
+from patchpar.stream.rank_driver import Output
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk
@@ -237,6 +239,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         ),
         (("--audio", "page", "-o", "a.mp4"), "--audio page: the page that sends it is that of --ws: add --ws 8000"),
         (("--input", "page", "-o", "a.mp4"), "--input page: the page that sends it is that of --ws: add --ws 8000"),
+        (("--late", "drop_oldest", "-o", "a.mp4"), "--late drop_oldest: it goes with --mjpeg or --ws"),
         (("--webrtc", "-o", "a.mp4"), "--webrtc: it is the page of --ws that plays so: add --ws 8000"),
         (("--audio", "a.wav", "--audio-rate", "8000", "-o", "a.mp4"), "are of raw samples: add --audio -"),
         (("--audio", "mic:none", "-o", "a.mp4"), "alsa none: "),
@@ -272,7 +275,21 @@ def test_torchrun_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert f"{verb} starts its own workers: start it without torchrun" in result.stderr
 
 
+def test_what_becomes_of_late_blocks_is_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[StreamDelivery] = []
+
+    def begun(*_: Any, delivery: StreamDelivery, **__: Any) -> Any:
+        found.append(delivery)
+        raise PlanError("far enough")
+
+    monkeypatch.setattr(StreamingPipeline, "stream", begun)
+    for words in ((), ("--late", "skip_to_live", "--restarts", 7)):
+        assert "far enough" in run("--model", folder, "--ws", 0, "--devices", "cpu", *words).stderr
+    assert [(each.output, each.restarts) for each in found] == [("block", 3), ("skip_to_live", 7)]
+
+
 def test_the_limits_of_flags_are_those_of_streams() -> None:
+    assert get_args(Late) == get_args(Output)
     assert FPS == (config.LEAST_FPS, config.MOST_FPS)
 
 

@@ -266,6 +266,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(base: Path, weights: Weight
     ("file", "options", "message"),
     [
         ("none.pt", {}, "is no file"),
+        ("plain.safetensors", {"family": "causvid", "base": "embedded"}, "scenes-unet has no transformer/config.json"),
         ("folder", {}, r"folder has no \.safetensors: give a checkpoint, or the folder that has its"),
         ("a.txt", {}, r"\.txt is no checkpoint"),
         ("a.pt", {}, "cannot be read as a checkpoint"),
@@ -283,7 +284,7 @@ def test_bad_checkpoints(file: str, options: Any, message: str, base: Path, weig
     torch.save([torch.ones(1)], tmp_path / "list.pt")
     torch.save({"critic": {"a": torch.ones(1)}, "step": 3}, tmp_path / "other.pt")
     with pytest.raises(PlanError, match=message):
-        convert_checkpoint(tmp_path / file, tmp_path / "model", base=base, **options)
+        convert_checkpoint(tmp_path / file, tmp_path / "model", **{"base": base, **options})
     with pytest.raises(PlanError, match="is there already"):
         convert_checkpoint(tmp_path / file, tmp_path, base=base)
 

@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 
-from patchpar.errors import WorkerDied, WorkerError
+from patchpar.errors import PlanError, WorkerDied, WorkerError
 from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.images.runner import ImageRunner
@@ -156,6 +157,16 @@ def test_a_worker_is_killed_and_images_of_any_number_of_steps_come_out(folder: P
         wanted = oracle(**request, **plain, generator=torch.Generator().manual_seed(5)).images[0]
         assert same(result.image, wanted), result.number
     assert not same(found[0].image, found[1].image)
+
+
+def test_a_strength_that_leaves_no_step_is_refused_by_name() -> None:
+    """In diffusers it ends in an empty tensor."""
+    pipe, arguments = image_pipelines.sd_img2img()
+    runner = ImageRunner(SimpleNamespace(rank=0, world_size=1, device="cpu", deadline=30.0))  # type: ignore[arg-type]
+    runner._pipe = quiet(pipe)
+    few = {**arguments, "num_inference_steps": 2, "strength": 0.3}
+    with pytest.raises(PlanError, match=r"strength=0\.3, num_inference_steps=2: no denoising step is left to make"):
+        runner._generated(ImageRequest(number=0, arguments=few, seed=0))
 
 
 @pytest.mark.breadth

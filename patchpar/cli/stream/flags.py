@@ -4,7 +4,7 @@ import stat
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -26,6 +26,8 @@ from patchpar.models.files import path_of
 from patchpar.stream.model_index import is_block_causal
 from patchpar.stream.web.server import check_port
 
+Late = Literal["block", "drop_oldest", "skip_to_live"]
+"""The policies for a slow consumer of `stream.rank_driver`, which imports torch."""
 PAGE = "page"
 """Audio or images of the browser that watches."""
 SPEECH = "embedded"
@@ -44,6 +46,7 @@ OF_VIDEO = (
     "restarts",
     "lora",
     "inner",
+    "late",
 )
 OF_IMAGES = ("steps", "guidance_scale", "negative_prompt", "height", "width")
 
@@ -83,6 +86,7 @@ class StreamFlags:
     inner: Annotated[int | None, more("Ranks that share each step; default: 1.")] = None
     dry_run: Annotated[bool, more("Only print the assignment of steps to ranks.", "--dry-run")] = False
     costs: Annotated[str | None, more("With --dry-run, seconds: step=0.265,decode=0.15.")] = None
+    late: Annotated[Late | None, more("With a page, of late blocks; default: block.")] = None
     restarts: Annotated[int | None, more("Of dead workers within a minute; default: 3.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
@@ -155,6 +159,8 @@ class StreamFlags:
     def _check_outputs(self) -> None:
         if self.output is None and not self.is_live:
             raise PlanError("the frames have no output: add --output talk.mp4, --mjpeg 8000 or --ws 8000")
+        if self.late is not None and not self.is_live:
+            raise PlanError(f"--late {self.late}: it goes with --mjpeg or --ws, which show blocks at their times")
         if self.host is not None and not self.is_live:
             raise PlanError(f"--host {self.host}: it goes with --mjpeg or --ws")
         for flag, port in (("--mjpeg", self.mjpeg), ("--ws", self.ws)):

@@ -12,6 +12,7 @@ import typer
 
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import FACE
+from patchpar.cli.flags import given as given_flags
 from patchpar.cli.output_files import removed_after_error
 from patchpar.cli.stream.flags import SPEECH
 from patchpar.cli.stream.forecast import plan_of
@@ -109,8 +110,7 @@ def _run(
     pace: Pacing = "realtime" if request.is_live else "fast"
     keep_alive = live.audio is not None and (request.is_live or not live.audio.ends)
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace, keep_alive=keep_alive)
-    if request.restarts is not None:
-        delivery = replace(delivery, restarts=request.restarts)
+    delivery = replace(delivery, **given_flags(restarts=request.restarts, output=request.late))
     meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     if request.input is not None:

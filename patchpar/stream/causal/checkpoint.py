@@ -83,8 +83,7 @@ def check_lora_fits(folder: Path, lora: LoraFile) -> None:
 
 def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> WanTransformer3DModel:
     """Load a transformer from `folder / part`, from safetensors only. Raises PlanError, UnsupportedModel."""
-    if not (folder / part / "config.json").is_file():
-        raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
+    _check_config(folder, part)
     if (original := _original_weights(folder / part)) is not None:
         weights = _cast(as_diffusers(original), dtype_of(options) or torch.float32)
         loaded: Any = transformer_of(folder, part, weights)
@@ -106,11 +105,17 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
     return loaded.eval()
 
 
+def _check_config(folder: Path, part: str) -> None:
+    if not (folder / part / "config.json").is_file():
+        raise PlanError(f"{folder} has no {part}/config.json: give the folder of a WanPipeline")
+
+
 def transformer_of(folder: Path, part: str, weights: Mapping[str, Tensor]) -> WanTransformer3DModel:
     """Return the transformer that `folder / part / config.json` describes, with these weights of any shapes.
 
-    Raises UnsupportedModel for weights that do not fit.
+    Raises PlanError where it is not there, UnsupportedModel for weights that do not fit.
     """
+    _check_config(folder, part)
     with init_empty_weights(include_buffers=False):
         transformer: Any = WanTransformer3DModel.from_config(
             WanTransformer3DModel.load_config(str(folder), subfolder=part)

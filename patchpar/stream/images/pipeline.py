@@ -136,5 +136,6 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
             return self._session
 
     def __repr__(self) -> str:
-        ranks = "closed" if self._ranks is None else f"{self._ranks.world_size} ranks"
+        size = 0 if self._ranks is None else self._ranks.world_size
+        ranks = f"{size} rank{'s' if size > 1 else ''}" if size else "closed"
         return f"<ImageStreamingPipeline of {self._name}, {ranks}>"

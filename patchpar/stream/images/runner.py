@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of
 from patchpar.models.loading import for_task, load_pipeline, with_dtype
 from patchpar.shard.hooks import HookSet
@@ -45,7 +46,8 @@ class ImageRunner(RankRunner):
 
     def _generated(self, request: ImageRequest) -> Any:
         generator = torch.Generator().manual_seed(request.seed)
-        return self._pipe(**request.arguments, generator=generator).images[0]
+        with empty_schedules_refused(self._pipe, request.arguments):
+            return self._pipe(**request.arguments, generator=generator).images[0]
 
     def _beat(self, module: nn.Module, args: Any) -> None:
         """A heartbeat with each call of a denoiser."""
