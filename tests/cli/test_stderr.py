@@ -111,7 +111,8 @@ def run(verb: str, words: list[object], home: Path | None = None) -> subprocess.
 @pytest.mark.parametrize("verb", VERBS)
 def test_only_our_lines_are_on_stderr(verb: str, tmp_path: Path) -> None:
     found = run(verb, WORDS[verb](tmp_path), tmp_path if verb == "tune" else None)
-    assert found.returncode == (130 if verb in SERVERS else 0), found.stderr
+    is_busy = verb == "tune" and found.stdout.startswith("busy ")  # other programs have the cores, which it refuses
+    assert found.returncode == (130 if verb in SERVERS else int(is_busy)), found.stderr
     assert foreign(found.stderr) == []
 
 
