@@ -6,7 +6,6 @@ oracle has the tokens of all ranks, and computes softmax by its definition in fp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from benchmarks.emulation.sight import LEAST_BEFOREHAND, corrected_tokens, part_of_line
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
+from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.bands import Bands
 from patchpar.plan.exchange_policy import CachedPartials, ExchangePolicy, StaleKV
 from patchpar.plan.kv_selection import AllRows, NearRows, TokensAcross
@@ -36,7 +36,7 @@ from tests.conformance.stand_in import StandIn
 from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 
-BATCH, HEADS, WIDTH = 2, 2, 4
+BATCH, HEADS, WIDTH, SCALE = 2, 2, 4, 0.7
 TIMES = (0.9, 0.8, 0.6, 0.55, 0.5, 0.3, 0.28, 0.2, 0.1, 0.06, 0.02)
 SAME = 2e-5
 
@@ -47,12 +47,12 @@ class Case:
 
     `columns`: tokens of a row in the first layer, and in each layer so many more as it is `wider`.
 
-    `text`: tokens of text, or those of each rank of one that is split. `hidden`: image tokens at the end that a mask
-    hides. `key_heads`: fewer than there are heads of queries, if any. `is_frozen`: nothing is sent after exact steps.
-    `still_from`: evaluation from which queries, keys and values no longer change. `by_owners`: tokens are
-    extrapolated by their owners, as where they are sent late. `branch`: 1 where another branch of guidance is called
-    before it, in all steps. `skipped`: layers that do not run in an evaluation. `fails_at`: the
-    evaluation and the layer before which the call raises.
+    `text`: tokens of text, or those of each rank of one that is split. `hidden`: image tokens at the end that a
+    mask hides; None: the mask has one column, for all keys. `key_heads`: fewer than there are heads of queries, if
+    any. `is_frozen`: nothing is sent after exact steps. `still_from`: evaluation from which queries, keys and
+    values no longer change. `by_owners`: tokens are extrapolated by their owners, as where they are sent late.
+    `branch`: 1 where another branch of guidance is called before it, in all steps. `skipped`: layers that do not
+    run in an evaluation. `fails_at`: the evaluation and the layer before which the call raises.
     """
 
     strategy: str
@@ -63,7 +63,7 @@ class Case:
     columns: int = 3
     wider: int = 0
     text: int | tuple[int, ...] = 0
-    hidden: int = 0
+    hidden: int | None = 0
     key_heads: int = HEADS
     is_frozen: bool = False
     by_owners: bool = False
@@ -119,6 +119,8 @@ class Case:
     @property
     def mask(self) -> Tensor | None:
         """What is added to logits, [1, 1, 1, L]."""
+        if self.hidden is None:
+            return torch.ones(1, 1, 1, 1)
         if not self.hidden:
             return None
         found = noise(1, 1, 1, self.total, seed=7)
@@ -186,7 +188,7 @@ def _call_of(case: Case, evaluation: int, layer: int, rank: int) -> AttentionCal
         end = first + case.text[rank]
     query, key, value = case.whole(evaluation, layer)
     parts = (torch.cat([x[:, :, first:end], x[:, :, start:stop]], 2) for x in (query, key, value))
-    return AttentionCall(*parts, case.mask, enable_gqa=case.key_heads < HEADS)
+    return AttentionCall(*parts, case.mask, scale=SCALE, enable_gqa=case.key_heads < HEADS)
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def _attention(case: Case, evaluation: int, layer: int, rank: int) -> Tensor:
 def _partial(query: Tensor, seen: Sequence[Seen]) -> tuple[Tensor, Tensor]:
     joined = (torch.cat(each, 2) for each in ([x.key for x in seen], [x.value for x in seen]))
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in joined)
-    logits = query @ key.mT / math.sqrt(WIDTH) + torch.cat([x.bias for x in seen])
+    logits = SCALE * query @ key.mT + torch.cat([x.bias for x in seen])
     return logits.softmax(-1) @ value, logits.logsumexp(-1)
 
 
@@ -238,7 +240,7 @@ def _refreshed(case: Case, evaluation: int, layer: int, refresh: int) -> tuple[i
 
 def _tokens(case: Case, evaluation: int, layer: int, spans: Sequence[tuple[int, int]]) -> Seen:
     _, key, value = (x.double() for x in case.whole(evaluation, layer))
-    bias = torch.zeros(case.total) if case.mask is None else case.mask.flatten()
+    bias = torch.zeros(case.total) if case.mask is None else case.mask.flatten().expand(case.total)
     at = torch.cat([torch.arange(*span) for span in spans])
     return Seen(key[:, :, at], value[:, :, at], bias[at].double())
 
@@ -317,10 +319,18 @@ def on_ranks(*cases: Case, **options: Any) -> list[list[list[Tensor]]]:
     return _none_failed(on_threads(len(cases[-1].rows), run))
 
 
-def on_nccl(*cases: Case, **options: Any) -> list[list[list[Tensor]]]:
-    """What `predicted` returns on each rank over NCCL's simulator, which finds no fault."""
+def on_nccl(*cases: Case, collective: bool = True, **options: Any) -> list[list[list[Tensor]]]:
+    """What `predicted` returns on each rank over NCCL's simulator, which finds no fault.
+
+    Not `collective`: over single messages, whose memory is read at any time until they have been received.
+    """
     stand_in = StandIn(len(cases[-1].rows))
-    found = _none_failed(stand_in.run(lambda transport: predicted(transport, *cases, **options)))
+
+    def run(transport: TorchTransport) -> list[Any]:
+        transport.collectives = transport.collectives if collective else None
+        return predicted(transport, *cases, **options)
+
+    found = _none_failed(stand_in.run(run))
     assert stand_in.faults == []
     return found
 

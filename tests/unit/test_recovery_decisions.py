@@ -26,6 +26,12 @@ DIED, HUNG = WorkerDied("rank 1 has died.\nits last words", rank=1), WorkerHung(
 LACKED = WorkerOutOfMemory("CUDA out of memory", rank=1, cause="OutOfMemoryError")
 PATCHES = Plan.parse("patch=2")
 PAIR = (0, 1)
+FREE = [
+    SimpleNamespace(device=1.5e9, host=None),
+    SimpleNamespace(device=2e9, host=64e9),
+    SimpleNamespace(device=None, host=64e9),
+    SimpleNamespace(device=None, host=None),
+]
 
 
 def degrees(plan: Plan) -> str:
@@ -68,7 +74,7 @@ class Job:
         def call(method: str, *, releases: bool, ranks: tuple[int, ...]) -> list[Any]:
             assert (method, releases) == ("free_memory", True)
             self.asked.append(ranks)
-            return [SimpleNamespace(device=1.5e9 + rank * 0.5e9, host=64e9 if rank else None) for rank in ranks]
+            return [FREE[rank] for rank in ranks]
 
         def ready(ranks: tuple[int, ...]) -> list[int]:
             return [rank for rank in ranks if rank not in lost]
@@ -135,6 +141,7 @@ def test_otherwise_new_workers_have_the_same_plan(plan: str, job: Job, caplog: p
     before = Plan.parse(plan)
     assert job.after(DIED, before) == (degrees(before), PAIR, "")
     assert "the job is made again from denoiser call 3, on new workers" in caplog.text
+    assert () not in job.chosen_for
 
 
 def test_prompts_are_not_divided_where_they_have_not_been() -> None:
@@ -179,7 +186,7 @@ def test_a_journal_that_does_not_fit_is_given_up_once() -> None:
         assert job.recovery.retries == 0
 
 
-def test_an_image_that_does_not_fit_is_made_on_as_many_ranks_as_there_may_be() -> None:
+def test_an_image_that_does_not_fit_is_made_on_as_many_ranks_as_there_may_be(caplog: pytest.LogCaptureFixture) -> None:
     why = "on more ranks, since a device lacked memory with patch=2,strategy=exact"
     assert Job().after(LACKED, ranks=(2, 1)) == ("patch=4", (2, 1, 0, 3), why)
     assert Job(has_groups=True, world=3).after(LACKED, ranks=(2, 1)) == ("patch=3", (0, 1, 2), why)
@@ -192,6 +199,10 @@ def test_an_image_that_does_not_fit_is_made_on_as_many_ranks_as_there_may_be() -
     assert Job(progress=(0, 0)).after(LACKED)[0] == "patch=4", "before the first step"
     raised_here = torch.OutOfMemoryError("CUDA out of memory")
     assert Job().after(raised_here)[0] == "patch=4"
+    assert caplog.messages[-1] == f"CUDA out of memory; the job is made again {why}"
+    with pytest.raises(WorkerOutOfMemory) as raised:
+        Job(world=2).after(raised_here)
+    assert raised.value.cause == "OutOfMemoryError"
 
 
 def test_what_does_not_fit_on_all_ranks_is_told_with_what_is_free() -> None:
@@ -205,6 +216,8 @@ def test_what_does_not_fit_on_all_ranks_is_told_with_what_is_free() -> None:
         raised.value
     )
     assert str(raised.value).endswith("CUDA out of memory")
+    with pytest.raises(WorkerOutOfMemory, match=r"rank 2 64\.00 GB of the host, rank 3 unknown\. Use"):
+        Job().after(LACKED, Plan.parse("patch=4"), (0, 1, 2, 3))
     for progress, where in (((0, 0), "before the end of the first step"), ((4, 4), "in step 4 of 4")):
         with pytest.raises(WorkerOutOfMemory, match=f"lacked memory, {where}"):
             Job(world=2, progress=progress, vae="tiled").after(LACKED)
@@ -219,7 +232,22 @@ def test_what_does_not_fit_is_tried_once() -> None:
         job.after(LACKED, Plan.parse("patch=4"), (0, 1, 2, 3))
     with pytest.raises(WorkerOutOfMemory, match="there is none either"):
         job.recovery.refuse(PlanError("a convolution reads 2 rows"), Plan.parse("patch=4"), (0, 1, 2, 3))
-    Job().recovery.refuse(PlanError("of a job that has lacked nothing"), PATCHES, PAIR)
+    Job(world=2).recovery.refuse(PlanError("of a job that has lacked nothing"), PATCHES, PAIR)
+    for progress in ((1, 4), (4, 4)):
+        job = Job()
+        job.after(LACKED)
+        job.caller.progress = progress
+        with pytest.raises(WorkerOutOfMemory, match="there is none either"):
+            job.after(LACKED)
+
+
+def test_an_image_that_does_not_fit_in_tiles_either_is_not_made_again() -> None:
+    """More ranks would compute all its steps once more."""
+    pipeline, call = Job(progress=(4, 4), vae="tiled"), Job(progress=(4, 4))
+    call.caller.vae = "tiled"
+    for job in (pipeline, call):
+        with pytest.raises(WorkerOutOfMemory, match="in step 4 of 4"):
+            job.after(LACKED)
 
 
 def test_an_image_that_is_not_decoded_is_decoded_in_tiles() -> None:

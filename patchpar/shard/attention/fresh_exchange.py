@@ -26,8 +26,7 @@ def fits_with_text(
     """
     axis, text = patch.axis, state.layout.text
     if text is not None and state.corrects and collectives_of(patch.comm.transport, axis.ranks) is None:
-        if tokens is not None:
-            tokens.wait()
+        assert tokens is None, "they are sent late where ranks have operations of all of them"
         return _in_one_message(patch, where, attended, state, text)
     started = [] if tokens is None else [tokens]
     if text is not None:

@@ -36,7 +36,7 @@ class TokenMessages:
         self._holds_own = layout.newest.counts[layout.axis.rank] > 0
         # What attention reads is used by other exchange points too. An operation of all ranks copies at once what it
         # sends, but where attended tokens are joined, small messages may wait for others.
-        self._copies = layout.derived and not self._holds_own and (layout.joins or not layout.may_wait)
+        self._copies = not self._holds_own and (layout.joins or not layout.may_wait)
         self._received: _Received | None = None
 
     def part(self, own: Tensor, newest: Tensor) -> ExchangePart:
