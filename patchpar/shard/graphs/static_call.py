@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.comm.pytree import map_tensors
-from patchpar.shard.precision import autocast_dtype
+from patchpar.shard.graphs.torch_state import torch_state
 
 Call = tuple[Any, Any]  # args, kwargs
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -43,19 +43,18 @@ def signature_of(call: Call) -> Any:
     """Return the form of a call, layouts of its tensors, which of them are the same, and all other values.
 
     Of an object that no call may have, see `why_not_static`, only the type: its id would differ between ranks. And the
-    dtypes of autocast, and whether gradients or only inference are on: a captured call has them as captured.
+    state of torch, such as autocast and precision of products: a captured call has it as captured.
     """
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
     types = {x.device.type for x in leaves if isinstance(x, Tensor)}
-    autocast = [(each, autocast_dtype(each)) for each in sorted(types)]
     of_leaves = tuple(
-        (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
+        (tuple(x.shape), x.stride(), x.dtype, str(x.device), x.requires_grad, first_at.setdefault(id(x), number))
         if isinstance(x, Tensor)
         else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else "")
         for number, x in enumerate(leaves)
     )
-    return str(form), tuple(autocast), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), of_leaves
+    return str(form), torch_state(types), of_leaves
 
 
 def why_not_static(call: Call, device: torch.device) -> str:
@@ -67,6 +66,8 @@ def why_not_static(call: Call, device: torch.device) -> str:
                 return f"argument {name} is on {x.device}, and a graph reads memory of {device} only"
             if type(x) is not Tensor:
                 return f"argument {name} is a {type(x).__name__}, whose values may come later"
+            if x.requires_grad and torch.is_grad_enabled():
+                return f"argument {name} requires gradients, which a graph does not compute"
         elif not isinstance(x, PLAIN):
             return f"argument {name} is a {type(x).__name__}, which the denoiser may change in each step"
     return ""
