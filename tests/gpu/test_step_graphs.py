@@ -40,7 +40,7 @@ from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.breadth import first_of
-from tests.conformance.stand_in import StandIn
+from tests.conformance.stand_in import SimulatedRank, StandIn
 from tests.gpu.op_tape import MemoryIsFreedError, OpTape, TapeRecorder
 from tests.gpu.steps import Case, Found, model, predicted, predicted_without_graphs
 from tests.unit.threads import on_threads
@@ -312,7 +312,7 @@ def test_a_step_that_leaves_tensors_for_other_code_is_not_captured(
     network = nn.Linear(1, 1)
     capture = Mock(side_effect=lambda step, _: SimpleNamespace(output=step(), has_run=False, fraction=0, untaken=1))
     graphs = StepGraphs(network, Mock(capture=capture), graphs_alone(network)._mesh)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: None)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: None)
 
     def step(x: Tensor) -> None:
         if keeps or not hasattr(network, "computed_once"):
@@ -341,7 +341,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, network: nn.Module) -> tuple[Step
     did = list[str]()
     monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {"tests", "types"})  # as if it were diffusers'
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: did.append("replayed"))
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: did.append("replayed"))
 
     def capture(step: Callable[[], Any], what: str) -> Any:
         step()
@@ -438,6 +438,30 @@ def test_a_factor_that_changes_from_step_to_step_is_not_captured(monkeypatch: py
     assert graphs.refused == "its weights, their modes, or factors of adapters change from step to step"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_step_writes_to_its_arguments_is_there_afterwards(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """As keys of earlier frames, for the next step."""
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    network, comm = nn.Linear(1, 1), Mock(traffic=CommStats())
+    comm.transport.device = CPU
+    graphs = StepGraphs(network, TapeRecorder(SimulatedRank()), (comm, Axis("patch", 0, 1, (0,))))
+
+    def step(x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        cache["keys"][1:].mul_(2).add_(x)
+        return cache["keys"].sum() + cache["other"]
+
+    caches = [{"keys": torch.ones(3), "other": torch.ones(1)} for _ in range(2)]
+    with mode():
+        for number in range(5):
+            x = torch.full((2,), float(number))
+            found = graphs.run("exact", step, ((x, caches[0]), {}), Stateless())
+            assert torch.equal(found, step(x, caches[1]))
+            assert torch.equal(caches[0]["keys"], caches[1]["keys"])
+    assert graphs.replays == 4
+
+
 def test_gradients_are_not_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     network = nn.Linear(1, 1)
     graphs, did = looked_at(monkeypatch, network)
@@ -524,7 +548,7 @@ def kinds_of(monkeypatch: pytest.MonkeyPatch, fractions: dict[float, float], **o
         return SimpleNamespace(output=None, has_run=True, fraction=fraction, untaken=1 - fraction, replay=lambda: None)
 
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: did.append("replayed"))
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: did.append("replayed"))
     alone = graphs_alone(nn.Linear(1, 1))
     graphs = StepGraphs(nn.Linear(1, 1), Mock(capture=capture), alone._mesh, **options)
     graphs_taken = list[float]()
@@ -623,7 +647,7 @@ def test_nothing_is_compiled_in_a_capture(monkeypatch: pytest.MonkeyPatch, autoc
     monkeypatch.setattr(recorder, "untaken_fraction", lambda device: 1.0)
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
     graphs = StepGraphs(network, recorder.GraphRecorder(CPU, None), graphs_alone(network)._mesh)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: graph.recording.output)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: graph.recording.output)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for _ in range(2):
             graphs.run("exact", network, ((torch.ones(1, 2),), {}), Stateless())

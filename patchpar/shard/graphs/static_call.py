@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.comm.pytree import map_tensors
+from patchpar.shard.argument_changes import written
 from patchpar.shard.graphs.torch_state import torch_state
 
 Call = tuple[Any, Any]  # args, kwargs
@@ -22,15 +23,28 @@ class StaticCall:
 
     def __init__(self, call: Call) -> None:
         leaves, form = tree_flatten(call)
-        own = {id(x): torch.empty_like(x) for x in leaves if isinstance(x, Tensor)}
+        with torch.inference_mode(False):  # whose tensors have no count of what is written to them
+            own = {id(x): torch.empty_like(x) for x in leaves if isinstance(x, Tensor)}
         self._own = list(own.values())
         self.call: Call = tree_unflatten([own.get(id(x), x) for x in leaves], form)
         self.take(call)
+        self._counts, self._written = written(self._own), list[int]()
 
     def take(self, call: Call) -> None:
         """Write the tensors of a call of the same signature."""
         for own, x in zip(self._own, _distinct(call), strict=True):
             own.copy_(x)
+
+    def step_has_been_captured(self) -> None:
+        """Note which tensors the step writes to, such as a cache of keys."""
+        now = zip(self._counts, written(self._own), strict=True)
+        self._written = [number for number, (before, after) in enumerate(now) if before != after]
+
+    def give_back(self, call: Call) -> None:
+        """Write to the tensors of a call what its step has written to them here."""
+        given = list(_distinct(call)) if self._written else []
+        for number in self._written:
+            given[number].copy_(self._own[number])
 
 
 def _distinct(call: Call) -> Iterator[Tensor]:

@@ -156,7 +156,7 @@ class StepGraphs:
         if graph is not None and all(each.are_there for each in graph.kept):  # else others have taken their places
             self._graphs[key] = graph
             graph.arguments.take(call)
-            return self._replayed(graph, state)
+            return self._replayed(graph, call, state)
         if key in self._not_captured:
             return step(*call[0], **call[1])
         if key in self._ran:
@@ -205,7 +205,10 @@ class StepGraphs:
         self._forget(key)
         graph = self._graphs[key] = replace(found, after=after, sent=sent, held=tuple(state.stored()))
         log.info("%s: captured as a graph", self._named(key))
-        return copies_of_output(found.recording.output) if found.recording.has_run else self._replayed(graph, state)
+        if not found.recording.has_run:
+            return self._replayed(graph, call, state)
+        graph.arguments.give_back(call)
+        return copies_of_output(found.recording.output)
 
     def _attempt(
         self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState
@@ -224,6 +227,7 @@ class StepGraphs:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
+        arguments.step_has_been_captured()
         reason = why_read_elsewhere(kept, self._network)
         reason = reason or ("" if self._required else self._why_no_room(recording))
         if baked_in(self._network) != weights:
@@ -247,12 +251,13 @@ class StepGraphs:
             )
         return ""
 
-    def _replayed(self, graph: _Graph, state: CarriedState) -> Any:
+    def _replayed(self, graph: _Graph, call: Call, state: CarriedState) -> Any:
         """Replay a step whose arguments have been written. Raises ExchangeError after a failed exchange."""
         comm, _ = self._mesh
         comm.beat(REPLAY)
         comm.transport.check(REPLAY)
         graph.recording.replay()
+        graph.arguments.give_back(call)
         state.set_back(graph.after)
         if graph.sent is not None:
             graph.sent.add_to(comm.traffic)
