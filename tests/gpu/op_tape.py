@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -27,6 +28,10 @@ from tests.conformance.stand_in import SimulatedRank
 
 Again = Callable[[], None]
 NAN = 0xFF  # every byte of a number that is none, in all floating-point formats of torch
+
+
+FROM_PYTHON = "lift_fresh"
+"""The operator of torch.tensor."""
 
 
 class MemoryIsFreedError(Exception):
@@ -69,6 +74,15 @@ class Address:
         return torch.empty(0, dtype=self.dtype).set_(storage, *self.layout)
 
 
+class ReadsRefused(TorchFunctionMode):
+    """Raises CaptureRefused for what reads values of a GPU too, and of the CPU without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            raise CaptureRefused(f"{func.__name__} reads values at {location()}")
+        return func(*args, **(kwargs or {}))
+
+
 class OpTape(TorchDispatchMode):
     """Records what runs inside on this thread's rank. Raises CaptureRefused where the process reads a value."""
 
@@ -82,6 +96,7 @@ class OpTape(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # storages from before, as bytes, and copies of them
         self._addresses: list[Address] = []
         self._made: dict[int, Any] = {}  # storages that the step has allocated, kept so that none is at one's address
+        self._frozen: dict[int, Any] = {}  # those of them that have values of Python
         self.output: Any = None
         self.has_run = False
 
@@ -90,6 +105,9 @@ class OpTape(TorchDispatchMode):
         if name in READS:
             raise CaptureRefused(f"{name} reads a value at {location()}")
         args, kwargs = tree_map(lambda x: x, (args, kwargs or {}))  # lists of its own
+        if name == FROM_PYTHON:  # values are frozen, where the device does not refuse them
+            self._made[args[0].untyped_storage()._cdata] = self._frozen[args[0].untyped_storage()._cdata] = args[0]
+            return func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for x in taken:
             self._touch(x)
@@ -132,7 +150,7 @@ class OpTape(TorchDispatchMode):
         """Record a step. The memory of before has its values of before afterwards."""
         self._rank.tape = self
         try:
-            with self:
+            with self, ReadsRefused():
                 self.output = step()
         finally:
             self._rank.tape = None
@@ -143,7 +161,7 @@ class OpTape(TorchDispatchMode):
             self._before.clear()
             for address in self._addresses:
                 address.step_has_ended()
-            for x in self._made.values():
+            for x in (x for key, x in self._made.items() if x.is_cpu and key not in self._frozen):
                 torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(NAN)
 
     def replay(self) -> None:
@@ -155,7 +173,7 @@ class OpTape(TorchDispatchMode):
         """Return a call with addresses in the place of tensors, of any shape, from before the step."""
 
         def of(x: Any) -> Any:
-            is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.untyped_storage().nbytes() > 0
+            is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.untyped_storage().nbytes() > 0
             if not is_plain or x.untyped_storage()._cdata in self._made:
                 return x
             self._addresses.append(Address.of(x, operator))
@@ -166,7 +184,7 @@ class OpTape(TorchDispatchMode):
     def _touch(self, x: Tensor) -> None:
         """Copy the storage of `x`, of any shape, if it is from before the step and the step comes to it."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._made and storage._cdata not in self._before:
+        if x.is_cpu and storage._cdata not in self._made and storage._cdata not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             self._before[storage._cdata] = whole, whole.clone()
 

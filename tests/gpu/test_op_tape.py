@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.shard.graphs.recorder import CaptureRefused
 from tests.conformance.stand_in import SimulatedRank
 from tests.gpu.op_tape import MemoryIsFreedError, OpTape
 
@@ -51,6 +52,22 @@ def test_a_number_of_python_is_an_argument_of_a_kernel() -> None:
     numbers.clear()
     with pytest.raises(MemoryIsFreedError, match="add of a replay"):
         tape.replay()
+
+
+def test_values_of_python_are_frozen() -> None:
+    values = [1.0, 2.0]
+    tape = taped(lambda: torch.tensor(values) + torch.tensor(values[0]))
+    values[0] = 3.0
+    tape.replay()
+    assert tape.output.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.item, Tensor.nonzero])
+def test_what_reads_values_is_refused(read: Callable[[Tensor], object]) -> None:
+    """Of a tensor on the CPU some of these are no operators."""
+    x = torch.ones(1)
+    with pytest.raises(CaptureRefused, match="reads"):
+        taped(lambda: read(x + 1))
 
 
 def test_memory_of_before_is_as_it_was_after_the_recording() -> None:
