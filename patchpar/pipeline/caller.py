@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from patchpar.errors import UnsupportedModel
+from patchpar.launch.torch_switches import caller_autocast, caller_switches
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.quiet_libraries import import_quietly
 from patchpar.pipeline.call_journal import CallJournal
@@ -30,7 +31,6 @@ from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.pipeline.step_callbacks import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.stragglers import StragglerMonitor
-from patchpar.pipeline.torch_switches import caller_autocast, caller_switches
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import merge_outputs
 

@@ -16,6 +16,7 @@ from torch import Tensor, device, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
+from patchpar.launch.torch_switches import take_switches, under_autocast
 from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.models.ip_adapters import with_checked_sources
@@ -36,7 +37,6 @@ from patchpar.pipeline.messages import (
 )
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.step_callbacks import asking
-from patchpar.pipeline.torch_switches import take_switches, under_autocast
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet

@@ -21,6 +21,7 @@ from torch import nn
 from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
+from patchpar.launch.torch_switches import under_autocast
 from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
@@ -40,7 +41,6 @@ from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.state_changes import change_of
-from patchpar.pipeline.torch_switches import under_autocast
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
 from patchpar.pipeline.whole_weights import make_whole_for

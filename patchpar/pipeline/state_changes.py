@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.launch.replay import CallEffects, NamedAdapters
+from patchpar.launch.torch_switches import caller_autocast
 from patchpar.models.files import path_of
-from patchpar.pipeline.torch_switches import caller_autocast
 
 COMPUTES = frozenset(
     {

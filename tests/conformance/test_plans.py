@@ -30,6 +30,7 @@ from tests.unit.threads import on_threads
 STEPS = 3
 PLANS = [
     ("sdxl", "cfg=2"),
+    ("wan", "cfg=2"),  # a call for each branch of guidance
     ("sdxl", "cfg=2,patch=2"),
     ("sdxl", "data=2,patch=2"),
     ("sd", "patch=2,strategy=structure:native=64,switch=0.3"),
@@ -41,7 +42,7 @@ PLANS = [
     ("flux", "patch=3,weights=sharded"),
     ("flux", "patch=2,encoders=one"),
 ]
-OFTEN = (("flux", "stage=3,strategy=piped"), ("flux", "patch=3,weights=sharded"))
+OFTEN = (("wan", "cfg=2"), ("flux", "stage=3,strategy=piped"), ("flux", "patch=3,weights=sharded"))
 LARGE = {"height": 128, "width": 128}
 """Larger than what the plan with structure says the model was made for."""
 

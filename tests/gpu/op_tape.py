@@ -3,15 +3,22 @@
 The step is an operator of torch after the other on the CPU, and messages of NCCL's simulator. As in a capture, nothing
 of it stays done when it has been recorded: whatever it wrote to memory from before is put back. A replay runs the
 operators again on the tensors of the recording, wherever the process keeps its values by then.
+
+A graph knows addresses only. So the tape keeps no memory from before the step alive: a replay fails where it comes to
+memory that has been freed, which a GPU would read or write whatever it is used for by then. And what the recording has
+computed is nowhere: it is NaN until the first replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -20,6 +27,60 @@ from patchpar.shard.graphs.recorder import CaptureRefused
 from tests.conformance.stand_in import SimulatedRank
 
 Again = Callable[[], None]
+NAN = 0xFF  # every byte of a number that is none, in all floating-point formats of torch
+
+
+FROM_PYTHON = "lift_fresh"
+"""The operator of torch.tensor."""
+
+
+class MemoryIsFreedError(Exception):
+    """A replay comes to memory from before the step that nobody has kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a tensor from before the step lies, whose memory this does not keep. `operator`: what comes to it.
+
+    `number`: a copy of one without dims until the step has ended, and for good if it has ended with the step: that is a
+    number of Python which torch passes as a tensor, as in `x[0] = 0.5`, and for a kernel an argument.
+    """
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    layout: tuple[int, tuple[int, ...], tuple[int, ...]]
+    operator: str
+    number: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, x: Tensor, operator: str) -> Address:
+        """Of a tensor of any shape."""
+        layout, number = (x.storage_offset(), tuple(x.shape), x.stride()), [x.clone()] if x.ndim == 0 else []
+        return cls(StorageWeakRef(x.untyped_storage()), x.dtype, layout, operator, number)
+
+    def step_has_ended(self) -> None:
+        """Keep no copy of a tensor that is still there."""
+        if not self.storage.expired():
+            self.number.clear()
+
+    def tensor(self) -> Tensor:
+        """Return what lies there. Raises MemoryIsFreedError."""
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
+        if storage is None and self.number:
+            return self.number[0]
+        if storage is None:
+            what = f"a tensor {self.layout[1]} of {self.dtype} from before the step"
+            raise MemoryIsFreedError(f"{self.operator} of a replay comes to {what}, which has been freed")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.layout)
+
+
+class ReadsRefused(TorchFunctionMode):
+    """Raises CaptureRefused for what reads values of a GPU too, and of the CPU without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
+            raise CaptureRefused(f"{func.__name__} reads values at {location()}")
+        return func(*args, **(kwargs or {}))
 
 
 class OpTape(TorchDispatchMode):
@@ -33,7 +94,9 @@ class OpTape(TorchDispatchMode):
         self._again: list[Again] = []
         self._works: dict[int, list[Any]] = {}  # by the id of the work of the recording, which is kept in the list too
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # storages from before, as bytes, and copies of them
+        self._addresses: list[Address] = []
         self._made: dict[int, Any] = {}  # storages that the step has allocated, kept so that none is at one's address
+        self._frozen: dict[int, Any] = {}  # those of them that have values of Python
         self.output: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,6 +104,9 @@ class OpTape(TorchDispatchMode):
         if name in READS:
             raise CaptureRefused(f"{name} reads a value at {location()}")
         args, kwargs = tree_map(lambda x: x, (args, kwargs or {}))  # lists of its own
+        if name == FROM_PYTHON:  # values are frozen, where the device does not refuse them
+            self._made[args[0].untyped_storage()._cdata] = self._frozen[args[0].untyped_storage()._cdata] = args[0]
+            return func(*args, **kwargs)
         taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         for x in taken:
             self._touch(x)
@@ -50,7 +116,8 @@ class OpTape(TorchDispatchMode):
         for x in new:
             self._made[x.untyped_storage()._cdata] = x
         if func._schema.is_mutable or (new and name not in EMPTY):
-            self._again.append(lambda: _written(new, found, func(*args, **kwargs)))
+            call = self._as_addresses((args, kwargs), name)
+            self._again.append(lambda: _written(new, found, _called(func, call)))
         return found
 
     def begins(self, args: Any, kwargs: Any) -> None:
@@ -62,11 +129,11 @@ class OpTape(TorchDispatchMode):
         """Note messages or a collective of the simulator that the step has begun."""
         works = list(tree_leaves(work))
         slots = [self._works.setdefault(id(each), [each, None]) for each in works]
-        where = self._rank.where
+        where, call = self._rank.where, self._as_addresses((args, kwargs), self._rank.where)
 
         def again() -> None:
             self._rank.where = where
-            for slot, each in zip(slots, tree_leaves(begin(*args, **kwargs)), strict=True):
+            for slot, each in zip(slots, tree_leaves(_called(begin, call)), strict=True):
                 slot[1] = each
 
         self._again.append(again)
@@ -82,24 +149,49 @@ class OpTape(TorchDispatchMode):
         """Record a step. The memory of before has its values of before afterwards."""
         self._rank.tape = self
         try:
-            with self:
+            with self, ReadsRefused():
                 self.output = step()
         finally:
             self._rank.tape = None
+            for work, _ in self._works.values():
+                work.wait()  # the simulator has sent them, as a capture would not
             for x, copy in self._before.values():
                 x.copy_(copy)
+            self._before.clear()
+            for address in self._addresses:
+                address.step_has_ended()
+            for x in (x for key, x in self._made.items() if x.is_cpu and key not in self._frozen):
+                torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(NAN)
 
     def replay(self) -> None:
         """Run the step again."""
         for again in self._again:
             again()
 
+    def _as_addresses(self, call: Any, operator: str) -> Any:
+        """Return a call with addresses in the place of tensors, of any shape, from before the step."""
+
+        def of(x: Any) -> Any:
+            is_plain = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.untyped_storage().nbytes() > 0
+            if not is_plain or x.untyped_storage()._cdata in self._made:
+                return x
+            self._addresses.append(Address.of(x, operator))
+            return self._addresses[-1]
+
+        return tree_map(of, call)
+
     def _touch(self, x: Tensor) -> None:
         """Copy the storage of `x`, of any shape, if it is from before the step and the step comes to it."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._made and storage._cdata not in self._before:
+        if x.is_cpu and storage._cdata not in self._made and storage._cdata not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             self._before[storage._cdata] = whole, whole.clone()
+
+
+def _called(function: Callable[..., Any], call: Any) -> Any:
+    """Call a function with what lies at the addresses of a call by now."""
+    args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, Address) else x, call)
+    return function(*args, **kwargs)
 
 
 def _written(new: Sequence[Tensor], found: Any, again: Any) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers import AutoPipelineForText2Image, FirstBlockCacheConfig
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from peft import LoraConfig
 
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import PlanError, UnsupportedModel
@@ -34,6 +36,7 @@ STEPS = 5
 SIZES = ((64, 64), (64, 96))  # rows, columns
 CALLS_OF_A_STEP = {"flux": 2}  # of pipelines that call their denoiser for each guidance branch
 PLANS = ("patch=2", "patch=2,strategy=displaced:warmup_steps=1", "cfg=2,patch=2,strategy=fresh-edges")
+DISPLACED = PLANS[1]
 Between = Callable[[PipelineRunner], object]
 
 
@@ -43,6 +46,19 @@ class Images:
 
     images: Sequence[bytes]
     replays: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """What calls of a pipeline use. `prepare`: its networks; `of_call`: arguments of a call; `between`: calls."""
+
+    prepare: Callable[[Any], Any] = lambda pipe: pipe
+    of_call: Callable[[int], dict[str, Any]] = lambda number: {}
+    between: Between = lambda engine: None
+
+    def built(self, name: str) -> tiny.Tiny:
+        found = tiny.build(name)
+        return replace(found, pipe=self.prepare(found.pipe))
 
 
 def generated(
@@ -55,10 +71,11 @@ def generated(
     between: Between = lambda engine: None,
     tracing: bool = False,
     recorder: Any = None,
+    feature: Feature | None = None,
 ) -> Images:
     """A call for each of `sizes`; on every rank `between` runs before the second."""
     parsed = Plan.parse(plan)
-    found, stand_in = tiny.build(name), StandIn(parsed.world_size)
+    found, stand_in = (feature or Feature()).built(name), StandIn(parsed.world_size)
     pipes = [deepcopy(found.pipe) for _ in range(parsed.world_size)]
     monkeypatch.setattr(runner, "silence_libraries", lambda: None)
     monkeypatch.setattr(installed_graphs, "recorder_for", recorder or (lambda *_, **__: TapeRecorder(stand_in.rank)))
@@ -73,7 +90,8 @@ def generated(
         for number, (height, width) in enumerate(sizes):
             if number == 1:
                 between(engine)
-            results.append(engine.generate(_arguments(found, height, width), options))
+            given = {} if feature is None else feature.of_call(number)
+            results.append(engine.generate(_arguments(found, height, width) | given, options))
         engine.restore()
         return results
 
@@ -106,7 +124,10 @@ def test_images_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, name: 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    first_of([("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "cfg=2"), ("sdxl", "patch=1")], ("sdxl", "patch=1")),
+    first_of(
+        [("sdxl", "cfg=2"), ("flux", "patch=1"), ("sd3", "cfg=2"), ("qwen", "cfg=2"), ("sdxl", "patch=1")],
+        ("sdxl", "patch=1"),
+    ),
 )
 def test_calls_of_one_rank_are_replayed(monkeypatch: pytest.MonkeyPatch, name: str, plan: str) -> None:
     """Whole networks, with nothing to exchange in a call: on one device, or with guidance or prompts on several."""
@@ -148,9 +169,6 @@ def test_without_a_choice_steps_of_several_devices_are_graphs(monkeypatch: pytes
     assert [list(each) for each in found.replays] == [[STEPS - 2, STEPS - 1]] * 2
     found = generated(monkeypatch, "sdxl", "patch=1", graphs=None)
     assert [list(each) for each in found.replays] == [[0, 0]]
-
-
-DISPLACED = PLANS[1]
 
 
 def changed_attention(engine: PipelineRunner) -> None:
@@ -200,6 +218,101 @@ def test_guidance_on_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = generated(monkeypatch, "sdxl", PLANS[2], graphs=True)
     assert found.images == generated(monkeypatch, "sdxl", PLANS[2], graphs=False).images
     assert [list(each) for each in found.replays] == [[STEPS - 3, STEPS - 2]] * 4
+
+
+# --- features -------------------------------------------------------------------------------------------------------
+
+
+def adapted(pipe: Any) -> Any:
+    """Two LoRAs of the UNet, the first one at work."""
+    for number, name in enumerate("ab"):
+        pipe.unet.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False), name)
+        generator = torch.Generator().manual_seed(number)
+        for path, x in pipe.unet.named_parameters():
+            if f".{name}." in path:
+                x.data.copy_(0.1 * torch.randn(x.shape, generator=generator))
+    pipe.unet.set_adapters(["a"], [1.0])
+    pipe.unet.eval().requires_grad_(False)
+    return pipe
+
+
+def perturbed(pipe: Any) -> Any:
+    found = AutoPipelineForText2Image.from_pipe(pipe, enable_pag=True)
+    found.set_progress_bar_config(disable=True)
+    return found
+
+
+def after_each_step(change: Callable[[Any, int], dict[str, Any] | None]) -> Callable[[int], dict[str, Any]]:
+    """A callback that changes the pipeline, and what it returns of tensors, after each step."""
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        return change(pipe, step) or tensors
+
+    return lambda number: {"callback_on_step_end": callback, "num_inference_steps": 6}
+
+
+def with_other_adapters(pipe: Any, step: int) -> None:
+    pipe.unet.set_adapters(["a"], [1.0 if step < 2 else 0.25])
+
+
+def with_freeu(pipe: Any, step: int) -> None:
+    if step == 2:
+        pipe.enable_freeu(0.9, 0.2, 1.4, 1.6)
+    elif step == 4:
+        pipe.disable_freeu()
+
+
+def with_other_processors(pipe: Any, step: int) -> None:
+    pipe.unet.set_attn_processor(AttnProcessor2_0() if step < 2 else AttnProcessor())
+
+
+def seeing_less(engine: PipelineRunner) -> None:
+    """Factors of IP-Adapters, past the pipeline."""
+    for module in engine.pipe.unet.modules():
+        if hasattr(getattr(module, "processor", None), "scale"):
+            module.processor.scale = [0.3, 0.1]
+
+
+def cached(engine: PipelineRunner) -> None:
+    engine.apply("transformer.enable_cache", (FirstBlockCacheConfig(threshold=0.1),), {})
+
+
+def of_lora(number: int) -> dict[str, Any]:
+    return {"cross_attention_kwargs": {"scale": (0.3, 0.7)[number]}}
+
+
+def controlled(number: int) -> dict[str, Any]:
+    return {"control_guidance_end": 0.5}
+
+
+FEATURES: dict[str, tuple[str, str, Feature]] = {
+    "a LoRA's scale in each call": ("sd", "patch=2", Feature(adapted, of_lora)),
+    "adapters in a callback": ("sd", "cfg=2", Feature(adapted, after_each_step(with_other_adapters))),
+    "FreeU in a callback": ("sd", "cfg=2", Feature(of_call=after_each_step(with_freeu))),
+    "processors in a callback": ("sd", "cfg=2", Feature(of_call=after_each_step(with_other_processors))),
+    "scales of IP-Adapters": ("sd_ip_masks", "patch=2", Feature(between=seeing_less)),
+    "a ControlNet in some steps": (
+        "sd_controlnet",
+        DISPLACED,
+        Feature(of_call=lambda _: {"control_guidance_end": 0.5}),
+    ),
+    "a T2I-Adapter": ("sd_t2i", DISPLACED, Feature()),
+    "perturbed attention": ("sd", "patch=2", Feature(perturbed, lambda _: {"pag_scale": 2.0})),
+    "perturbed attention on its ranks": ("sd", "cfg=3", Feature(perturbed, lambda _: {"pag_scale": 2.0})),
+    "layers skipped by guidance": ("sd3", "cfg=2", Feature(of_call=lambda _: {"skip_guidance_layers": [0]})),
+    "a step cache": ("flux", "patch=2", Feature(between=cached)),
+}
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("which", FEATURES)
+def test_images_with_a_feature_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    name, plan, feature = FEATURES[which]
+    wanted = generated(monkeypatch, name, plan, graphs=False, feature=feature, between=feature.between)
+    found = generated(monkeypatch, name, plan, graphs="auto", feature=feature, between=feature.between)
+    assert found.images == wanted.images
+    assert found.replays[0][0] > 0
+    assert (found.replays[0][1] > 0) == (which != "a step cache"), "its blocks are skipped by hooks"
 
 
 @pytest.mark.breadth

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from diffusers.models.activations import GELU
+from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
@@ -26,6 +29,7 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard import fingerprint as fingerprints
 from patchpar.shard.denoiser import WholeDenoiser
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.graphs import recorder, step_graphs
@@ -36,8 +40,8 @@ from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.breadth import first_of
-from tests.conformance.stand_in import StandIn
-from tests.gpu.op_tape import OpTape, TapeRecorder
+from tests.conformance.stand_in import SimulatedRank, StandIn
+from tests.gpu.op_tape import MemoryIsFreedError, OpTape, TapeRecorder
 from tests.gpu.steps import Case, Found, model, predicted, predicted_without_graphs
 from tests.unit.threads import on_threads
 from tests.weights.quantised import Int8Weight
@@ -58,6 +62,12 @@ STRATEGIES = (
 )
 ALWAYS = (("flux", PARTIALS, 2),)
 """The others take longer, UNets above all."""
+
+
+@pytest.fixture(autouse=True)
+def as_in_pipelines() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def taped(stand_in: StandIn, transport: TorchTransport) -> TapeRecorder:
@@ -123,13 +133,12 @@ def test_a_buffer_that_moves_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         predicted(Case(model="flux", strategy="pcpp"), taped)
 
 
-def test_bits_show_a_buffer_that_moves_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check of addresses a graph reads what the step before has left in another place."""
-    case = Case(model="flux", strategy=PARTIALS)
-    wanted = predicted_without_graphs(case)
+def test_a_buffer_that_moves_unseen_is_memory_that_has_been_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the check of addresses a graph reads where the step before has left nothing."""
     monkeypatch.setattr(MessageMemory, "take", moving)
     monkeypatch.setattr(StaleCache, "stored", lambda _: ())
-    assert not are_equal(predicted(case, taped), wanted)
+    with pytest.raises(MemoryIsFreedError, match=r"comes to a tensor .* from before the step, which has been freed"):
+        predicted(Case(model="flux", strategy=PARTIALS), taped)
 
 
 def reads_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +243,47 @@ def test_a_signature_has_all_that_a_graph_repeats() -> None:
         assert signature_of(calls[0]) not in [plain, signature_of(calls[1])]
 
 
+@contextmanager
+def set_by(set_to: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    set_to(value)
+    try:
+        yield
+    finally:
+        set_to(before)
+
+
+@contextmanager
+def with_tf32() -> Iterator[None]:
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, not torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        partial(torch.autocast, "cpu", torch.bfloat16),
+        partial(set_by, torch.set_default_dtype, torch.float64, torch.float32),
+        partial(set_by, torch.use_deterministic_algorithms, True, False),
+        partial(set_by, torch.set_float32_matmul_precision, "high", "highest"),
+        with_tf32,
+        partial(torch.nn.attention.sdpa_kernel, SDPBackend.MATH),
+        partial(attention_backend, "_native_math"),
+    ],
+)
+def test_kernels_that_torch_chooses_otherwise_are_of_another_kind_of_step(
+    other: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    """A graph repeats those that were chosen at its capture."""
+    call = (torch.ones(2, 3),), dict[str, Any]()
+    with torch.enable_grad():
+        plain = signature_of(call)
+        with other():
+            assert signature_of(call) != plain
+
+
 class Anything:
     """An object that a pipeline makes in each step."""
 
@@ -262,7 +312,7 @@ def test_a_step_that_leaves_tensors_for_other_code_is_not_captured(
     network = nn.Linear(1, 1)
     capture = Mock(side_effect=lambda step, _: SimpleNamespace(output=step(), fraction=0, untaken=1))
     graphs = StepGraphs(network, Mock(capture=capture), graphs_alone(network)._mesh)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: None)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: None)
 
     def step(x: Tensor) -> None:
         if keeps or not hasattr(network, "computed_once"):
@@ -277,6 +327,151 @@ def test_a_step_that_leaves_tensors_for_other_code_is_not_captured(
         kept = weakref.ref(vars(network)["computed_once"][1][0])
         del network.computed_once
         assert kept() is not None, "the graph reads it at its address"
+
+
+class Store:
+    """What a processor has for all layers, such as attention maps that its pipeline reads after each step."""
+
+    def __init__(self) -> None:
+        self.by_layer = {"mid": [torch.zeros(1)]}
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, network: nn.Module) -> tuple[StepGraphs, list[str]]:
+    """The graphs of a network, and what each step does."""
+    did = list[str]()
+    monkeypatch.setattr(fingerprints, "KNOWN", fingerprints.KNOWN | {"tests", "types"})  # as if it were diffusers'
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: did.append("replayed"))
+
+    def capture(step: Callable[[], Any], what: str) -> Any:
+        step()
+        did.append("captured")
+        return SimpleNamespace(output=None, has_run=True, fraction=0.0, untaken=1.0)
+
+    return StepGraphs(network, Mock(capture=capture), graphs_alone(network)._mesh), did
+
+
+def steps(graphs: StepGraphs, did: list[str], count: int, step: Callable[..., Any] = lambda x: None) -> list[str]:
+    """What so many steps of one kind do."""
+    for _ in range(count):
+        number = len(did)
+        graphs.run("exact", step, ((torch.ones(1),), {}), Stateless())
+        did += ["ran"] * (len(did) == number)
+    found = did.copy()
+    did.clear()
+    return found
+
+
+def test_tensors_left_in_an_object_of_a_processor_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LEDITS++ (arXiv:2311.16711) reads them from its attention store."""
+    network: Any = nn.Linear(1, 1)
+    network.processor = SimpleNamespace(store=Store())
+    graphs, did = looked_at(monkeypatch, network)
+
+    def storing(x: Tensor) -> None:
+        network.processor.store.by_layer["mid"] = [x + 1]
+
+    assert steps(graphs, did, 3, storing) == ["ran", "captured", "ran"]
+    assert graphs.refused.startswith("store of the denoiser keeps tensors of each step")
+
+
+@pytest.mark.parametrize("depth", ["attribute", "list", "object", "data"])
+def test_a_tensor_in_the_place_of_one_that_a_graph_reads_ends_it(monkeypatch: pytest.MonkeyPatch, depth: str) -> None:
+    """The graph would read the one of before, which has the same shape."""
+    network: Any = nn.Linear(1, 1)
+    network.bias_map, network.maps, network.store = torch.zeros(2), [torch.zeros(2)], Store()
+    graphs, did = looked_at(monkeypatch, network)
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    if depth == "attribute":
+        network.bias_map = torch.ones(2)
+    elif depth == "list":
+        network.maps[0] = torch.ones(2)
+    elif depth == "object":
+        network.store.by_layer["mid"] = [torch.ones(1)]
+    else:
+        network.bias_map.data = torch.ones(2)
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    network.bias_map.add_(1)
+    assert steps(graphs, did, 1) == ["replayed"], "numbers in its place are read there"
+
+
+def transposed(network: Any) -> None:
+    network.weight.data = network.weight.data.t()
+
+
+def trained(network: Any) -> None:
+    network.train()
+
+
+def scaled_by_a_tensor(network: Any) -> None:
+    network.scaling["a"] = network.scaling["a"].clone()
+
+
+@pytest.mark.parametrize("change", [transposed, trained, scaled_by_a_tensor])
+def test_what_a_graph_repeats_of_a_network_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]
+) -> None:
+    """Between images, and after a callback."""
+    network: Any = nn.Linear(2, 2).eval()
+    network.scaling = {"a": torch.tensor(0.5), "b": 0.5}
+    graphs, did = looked_at(monkeypatch, network)
+    graphs.look_at_network()
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    graphs.look_at_network()
+    network.scaling["a"].fill_(0.25)
+    graphs.look_at_network()
+    assert steps(graphs, did, 1) == ["replayed"], "a graph reads the number where it lies"
+    change(network)
+    graphs.look_at_network()
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+
+
+def test_a_factor_that_changes_from_step_to_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    network: Any = nn.Linear(1, 1)
+    network.scale = 1.0
+    graphs, did = looked_at(monkeypatch, network)
+
+    def scaling(x: Tensor) -> None:
+        network.scale *= 0.5
+
+    assert steps(graphs, did, 3, scaling) == ["ran"] * 3
+    assert graphs.refused == "its weights, their modes, or factors of adapters change from step to step"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_a_step_writes_to_its_arguments_is_there_afterwards(
+    monkeypatch: pytest.MonkeyPatch, mode: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """As keys of earlier frames, for the next step."""
+    monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
+    network, comm = nn.Linear(1, 1), Mock(traffic=CommStats())
+    comm.transport.device = CPU
+    graphs = StepGraphs(network, TapeRecorder(SimulatedRank()), (comm, Axis("patch", 0, 1, (0,))))
+
+    def step(x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        cache["keys"][1:].mul_(2).add_(x)
+        return cache["keys"].sum() + cache["other"]
+
+    caches = [{"keys": torch.ones(3), "other": torch.ones(1)} for _ in range(2)]
+    with mode():
+        for number in range(5):
+            x = torch.full((2,), float(number))
+            found = graphs.run("exact", step, ((x, caches[0]), {}), Stateless())
+            assert torch.equal(found, step(x, caches[1]))
+            assert torch.equal(caches[0]["keys"], caches[1]["keys"])
+    assert graphs.replays == 4
+
+
+def test_gradients_are_not_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = nn.Linear(1, 1)
+    graphs, did = looked_at(monkeypatch, network)
+    with torch.enable_grad():
+        assert steps(graphs, did, 3) == ["ran"] * 3
+    assert graphs.refused == "its weights require gradients, which a graph does not compute"
+    x = torch.ones(1, requires_grad=True)
+    with torch.enable_grad():
+        assert why_not_static(((x,), {}), CPU) == "argument [0][0] requires gradients, which a graph does not compute"
+    assert not why_not_static(((x,), {}), CPU)
 
 
 def test_images_of_two_sizes_in_turn_are_no_arguments_that_differ_from_step_to_step() -> None:
@@ -354,7 +549,7 @@ def kinds_of(monkeypatch: pytest.MonkeyPatch, fractions: dict[float, float], **o
         return SimpleNamespace(output=None, fraction=fraction, untaken=1 - fraction)
 
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: did.append("replayed"))
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: did.append("replayed"))
     alone = graphs_alone(nn.Linear(1, 1))
     graphs = StepGraphs(nn.Linear(1, 1), Mock(capture=capture), alone._mesh, **options)
     graphs_taken = list[float]()
@@ -456,7 +651,7 @@ def test_nothing_is_compiled_in_a_capture(monkeypatch: pytest.MonkeyPatch, autoc
     monkeypatch.setattr(recorder, "untaken_fraction", lambda device: 1.0)
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
     graphs = StepGraphs(network, recorder.GraphRecorder(CPU, None), graphs_alone(network)._mesh)
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: graph.recording.output)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: graph.recording.output)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         for _ in range(2):
             graphs.run("exact", network, ((torch.ones(1, 2),), {}), Stateless())

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from patchpar import ParallelPipeline
+from patchpar.launch.torch_switches import caller_switches, take_switches
 from patchpar.pipeline.caller_values import with_embeddings_on
-from patchpar.pipeline.torch_switches import caller_switches, take_switches
 from tests.pipeline.callbacks import NotesSwitches
 from tests.pipeline.conftest import EXACT, QUICK, Hold, generator, relative_error, tensor_of
 from tests.tiny import build

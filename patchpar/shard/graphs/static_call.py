@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.comm.pytree import map_tensors
-from patchpar.shard.precision import autocast_dtype
+from patchpar.shard.argument_changes import written
+from patchpar.shard.graphs.torch_state import torch_state
 
 Call = tuple[Any, Any]  # args, kwargs
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -22,15 +23,28 @@ class StaticCall:
 
     def __init__(self, call: Call) -> None:
         leaves, form = tree_flatten(call)
-        own = {id(x): torch.empty_like(x) for x in leaves if isinstance(x, Tensor)}
+        with torch.inference_mode(False):  # whose tensors have no count of what is written to them
+            own = {id(x): torch.empty_like(x) for x in leaves if isinstance(x, Tensor)}
         self._own = list(own.values())
         self.call: Call = tree_unflatten([own.get(id(x), x) for x in leaves], form)
         self.take(call)
+        self._counts, self._written = written(self._own), list[int]()
 
     def take(self, call: Call) -> None:
         """Write the tensors of a call of the same signature."""
         for own, x in zip(self._own, _distinct(call), strict=True):
             own.copy_(x)
+
+    def step_has_been_captured(self) -> None:
+        """Note which tensors the step writes to, such as a cache of keys."""
+        now = zip(self._counts, written(self._own), strict=True)
+        self._written = [number for number, (before, after) in enumerate(now) if before != after]
+
+    def give_back(self, call: Call) -> None:
+        """Write to the tensors of a call what its step has written to them here."""
+        given = list(_distinct(call)) if self._written else []
+        for number in self._written:
+            given[number].copy_(self._own[number])
 
 
 def _distinct(call: Call) -> Iterator[Tensor]:
@@ -43,19 +57,18 @@ def signature_of(call: Call) -> Any:
     """Return the form of a call, layouts of its tensors, which of them are the same, and all other values.
 
     Of an object that no call may have, see `why_not_static`, only the type: its id would differ between ranks. And the
-    dtypes of autocast, and whether gradients or only inference are on: a captured call has them as captured.
+    state of torch, such as autocast and precision of products: a captured call has it as captured.
     """
     leaves, form = tree_flatten(call)
     first_at: dict[int, int] = {}
     types = {x.device.type for x in leaves if isinstance(x, Tensor)}
-    autocast = [(each, autocast_dtype(each)) for each in sorted(types)]
     of_leaves = tuple(
-        (tuple(x.shape), x.stride(), x.dtype, str(x.device), first_at.setdefault(id(x), number))
+        (tuple(x.shape), x.stride(), x.dtype, str(x.device), x.requires_grad, first_at.setdefault(id(x), number))
         if isinstance(x, Tensor)
         else (type(x).__name__, repr(x) if isinstance(x, PLAIN) else "")
         for number, x in enumerate(leaves)
     )
-    return str(form), tuple(autocast), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), of_leaves
+    return str(form), torch_state(types), of_leaves
 
 
 def why_not_static(call: Call, device: torch.device) -> str:
@@ -67,6 +80,8 @@ def why_not_static(call: Call, device: torch.device) -> str:
                 return f"argument {name} is on {x.device}, and a graph reads memory of {device} only"
             if type(x) is not Tensor:
                 return f"argument {name} is a {type(x).__name__}, whose values may come later"
+            if x.requires_grad and torch.is_grad_enabled():
+                return f"argument {name} requires gradients, which a graph does not compute"
         elif not isinstance(x, PLAIN):
             return f"argument {name} is a {type(x).__name__}, which the denoiser may change in each step"
     return ""

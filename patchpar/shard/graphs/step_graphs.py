@@ -17,14 +17,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint, fingerprint
 from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder, without_kept_casts
-from patchpar.shard.graphs.repeated_network import baked_in, kept_tensors, why_not_repeated, why_read_elsewhere
+from patchpar.shard.graphs.repeated_network import (
+    KeptTensors,
+    baked_in,
+    kept_tensors,
+    why_not_repeated,
+    why_read_elsewhere,
+)
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
 from patchpar.shard.verification import every_rank_has
 
@@ -97,10 +102,14 @@ def _counters(traffic: CommStats) -> tuple[Counter[str], ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured step. `after`: snapshot of the state at its end; `held`: what must stay; `sent`: its messages."""
+    """A captured step. `sent`: its messages; `after`: snapshot of the state at its end; `held`: what it left.
+
+    `kept`: what modules keep beside weights. A graph reads both where they lie, so that they stay.
+    """
 
     recording: CapturedStep
     arguments: StaticCall
+    kept: tuple[KeptTensors, ...] = ()
     sent: _Sent | None = None
     after: Any = None
     held: tuple[Tensor, ...] = ()
@@ -128,7 +137,7 @@ class StepGraphs:
         self._network, self._recorder, self._mesh, self._required = network, recorder, mesh, required
         self._level = level
         self._graphs: dict[_Key, _Graph] = {}  # the last one used is the last
-        self._ran: dict[_Key, Fingerprint] = {}  # kinds that have run once, and the network then
+        self._ran: dict[_Key, tuple[Fingerprint, Any]] = {}  # kinds that have run once, and the network then
         self._not_captured = set[_Key]()
         self._new_kinds = 0  # one after the other
         self._facts: Any = None
@@ -144,10 +153,10 @@ class StepGraphs:
             return step(*call[0], **call[1])
         key = (kind, state.generation, signature_of(call))
         graph = self._graphs.pop(key, None)
-        if graph is not None:
+        if graph is not None and all(each.are_there for each in graph.kept):  # else others have taken their places
             self._graphs[key] = graph
             graph.arguments.take(call)
-            return self._replayed(graph, state)
+            return self._replayed(graph, call, state)
         if key in self._not_captured:
             return step(*call[0], **call[1])
         if key in self._ran:
@@ -163,7 +172,7 @@ class StepGraphs:
             self._new_kinds = 0
         while len(self._ran) >= MOST_KINDS:
             self._forget(next(iter(self._ran)))
-        self._ran[key] = fingerprint(self._network)
+        self._ran[key] = fingerprint(self._network), baked_in(self._network)
         self._new_kinds += 1
         if self._new_kinds > MOST_KINDS:
             self.clear()
@@ -190,32 +199,35 @@ class StepGraphs:
             return step(*call[0], **call[1])
         assert found is not None
         self._forget(key)
-        held = (*state.stored(), *tree_leaves(kept_tensors(self._network)))
-        graph = self._graphs[key] = replace(found, after=after, sent=sent, held=held)
+        graph = self._graphs[key] = replace(found, after=after, sent=sent, held=tuple(state.stored()))
         log.info("%s: captured as a graph", self._named(key))
-        return self._replayed(graph, state)
+        return self._replayed(graph, call, state)
 
     def _attempt(
         self, key: _Key, step: Callable[..., Any], call: Call, state: CarriedState
     ) -> tuple[_Graph | None, str]:
         """Return what has been captured, if anything, and why it cannot be used, if so."""
         reason = why_not_static(call, self._mesh[0].transport.device)
-        reason = reason or why_not_repeated(self._network, self._ran[key], fingerprint(self._network))
+        before, weights = self._ran[key][0], baked_in(self._network)
+        reason = reason or why_not_repeated(self._network, before, fingerprint(self._network))
+        if weights != self._ran[key][1]:
+            reason = reason or "its weights, their modes, or factors of adapters change from step to step"
         if reason:
             return None, reason
-        arguments, weights, buffers = StaticCall(call), baked_in(self._network), _addresses(state)
+        arguments, buffers = StaticCall(call), _addresses(state)
         kept = kept_tensors(self._network)
         try:
             recording = self._recorder.capture(lambda: step(*arguments.call[0], **arguments.call[1]), self._named(key))
         except CaptureRefused as error:
             return None, str(error)
+        arguments.step_has_been_captured()
         reason = why_read_elsewhere(kept, self._network)
         reason = reason or ("" if self._required else self._why_no_room(recording))
         if baked_in(self._network) != weights:
             reason = "its weights lie elsewhere after each step"
         elif _addresses(state) != buffers:
             reason = "a buffer that one step leaves to the next lies elsewhere each time"
-        return _Graph(recording, arguments), reason
+        return _Graph(recording, arguments, tuple(kept.values())), reason
 
     def _why_no_room(self, recording: CapturedStep) -> str:
         """Return why the memory that a captured step has taken is too much beside other graphs; empty if it is not."""
@@ -232,12 +244,13 @@ class StepGraphs:
             )
         return ""
 
-    def _replayed(self, graph: _Graph, state: CarriedState) -> Any:
+    def _replayed(self, graph: _Graph, call: Call, state: CarriedState) -> Any:
         """Replay a step whose arguments have been written. Raises ExchangeError after a failed exchange."""
         comm, _ = self._mesh
         comm.beat(REPLAY)
         comm.transport.check(REPLAY)
         graph.recording.replay()
+        graph.arguments.give_back(call)
         state.set_back(graph.after)
         if graph.sent is not None:
             graph.sent.add_to(comm.traffic)
@@ -259,11 +272,11 @@ class StepGraphs:
         self.refused = reason
 
     def look_at_network(self) -> None:
-        """Drop all graphs if weights lie elsewhere, or factors of adapters are others, than at the last look."""
+        """Drop all graphs if weights lie elsewhere, or their modes or factors of adapters are others, than before."""
         facts, before = baked_in(self._network), self._facts
         self._facts = facts
         if before is not None and facts != before:
-            self.clear("weights have moved, or factors of adapters have changed")
+            self.clear("weights have moved, or their modes or factors of adapters have changed")
 
     def clear(self, reason: str = "") -> None:
         """Drop all graphs; say so if there are any and there is a `reason`. What is refused may be tried again."""
