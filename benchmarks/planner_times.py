@@ -88,7 +88,8 @@ def lines(measured: dict[Case, Seconds], runs: int, load: str) -> Iterator[str]:
     yield ""
     yield (
         f"From the start of a command to its end, with Python and its imports: medians of {runs} runs. `first`: "
-        "nothing is kept from before. `kept`: the command was run once before with the same arguments. `processor`: seconds of "
+        "nothing is kept from before. `kept`: the command was run once before with the same arguments. `processor`: "
+        "seconds of "
         "all cores, which do not wait for what else the machine does. Limits are those of a machine that does nothing "
         f"else; load of this one at the start: {load}. `python -m benchmarks.planner_times`"
     )

@@ -188,8 +188,8 @@ INTRO = (
 )
 OFF = (
     "Predictions are too short where little work is left to each of several fast devices: eight A100s that make four "
-    "steps of FLUX.1 schnell, rings of four H100s, eight ranks of videos, and what Python launches for four devices and "
-    "more. Between exchanges others' code has work of the process that forecasts do not have, such as breaks of a "
+    "steps of FLUX.1 schnell, rings of four H100s, eight ranks of videos, and what Python launches for several "
+    "devices. Between exchanges others' code has work of the process that forecasts do not have, such as breaks of a "
     "compiled graph at each attention, or the sends of a ring; which of it takes how long is not published. They are "
     "too long for RTX 4090s with 48 GB."
 )

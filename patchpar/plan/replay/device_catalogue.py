@@ -105,7 +105,7 @@ DEVICES = (
         matmul_fraction=792.1 / 989,
         cache=50 * MB,
         cache_rate=9800 * GB,
-        source="an H100 (SXM) whose NVLink has 400 GB/s in both directions together: https://arxiv.org/abs/2505.09343",
+        source="https://arxiv.org/abs/2505.09343 (an H100 whose NVLink has 400 GB/s in both directions together)",
     ),
     DeviceSpec(
         name="H20",
