@@ -58,7 +58,7 @@ CASES = (
     ),
     Case(what=f"plan, {FLUX}, 8 devices, first", words=("plan", FLUX, "--machine", HOST, *SIZE), limit=5.0),
     Case(what=f"plan, {FLUX}, 8 devices, kept", words=("plan", FLUX, "--machine", HOST, *SIZE), limit=0.5, again=True),
-    Case(what=f"plan, {FLUX}, 304 devices, first", words=("plan", FLUX, "--machine", MANY, *SIZE), limit=10.0),
+    Case(what="plan, embedded model, 304 devices, first", words=("plan", "embedded", "--machine", MANY), limit=10.0),
     Case(
         what=f"simulate, {FLUX}, 1,000 devices, kept",
         words=("simulate", FLUX, "--machine", THOUSAND, "--plan", "data=125,patch=8", *SIZE),
@@ -105,11 +105,9 @@ def seconds_of(case: Case, folder: Path, runs: int) -> Seconds:
     """Return the medians of so many runs. `folder`: has the model, and gets a home for each run."""
     found = []
     for run in range(runs):
-        home = folder / f"home {run}"
-        if case.again:
+        home = folder / f"home {run} {'_'.join(case.words).replace('/', '_')}"
+        if case.again and not home.exists():
             _timed(case.words, folder, home)
-        else:
-            home = folder / f"empty home {run} {case.what}"
         found.append(_timed(case.words, folder, home))
     return Seconds(*map(statistics.median, zip(*found, strict=True)))
 
