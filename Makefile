@@ -113,6 +113,7 @@ figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.forecast --write docs/figures/forecast.md
 	$(BIN)/python -m benchmarks.forecast --cpu --write docs/figures/prices.md
 	$(BIN)/python -m benchmarks.forecast.ranking --write docs/figures/ranking.md
+	$(BIN)/python -m benchmarks.planner_times --write docs/figures/planner-times.md
 	$(BIN)/python -m benchmarks.forecast.memory --write docs/figures/memory.md
 	$(BIN)/python -m benchmarks.forecast.delayed_links --write docs/figures/delayed-links.md
 	$(BIN)/python -m benchmarks.measured_ratio --write docs/figures/measured-ratio.md

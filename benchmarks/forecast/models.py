@@ -22,18 +22,36 @@ VAE = {
 
 def flux() -> tuple[Any, dict[str, Any]]:
     """FLUX.1 dev in bf16, 1024 x 1024, with 512 tokens of text."""
+    return _flux(1024, 512, guided=True)
+
+
+def flux_schnell(pixels: int) -> Model:
+    """Return FLUX.1 schnell in bf16 for square images of this side, with 256 tokens of text, which is its most."""
+    return lambda: _flux(pixels, 256, guided=False)
+
+
+def _flux(pixels: int, tokens: int, *, guided: bool) -> tuple[Any, dict[str, Any]]:
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-    network = _empty(lambda: FluxTransformer2DModel(guidance_embeds=True), torch.bfloat16)
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    network = _empty(lambda: FluxTransformer2DModel(guidance_embeds=guided), torch.bfloat16)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=guided)
     missing = dict.fromkeys((*TEXTLESS, "text_encoder_2", "tokenizer_2"))
-    texts = {"prompt_embeds": (1, 512, 4096), "pooled_prompt_embeds": (1, 768)}
+    texts = {"prompt_embeds": (1, tokens, 4096), "pooled_prompt_embeds": (1, 768)}
     pipe = FluxPipeline(scheduler=scheduler, transformer=network, **missing)
-    return pipe, _call(1024, 1024, texts, torch.bfloat16)
+    return pipe, {**_call(pixels, pixels, texts, torch.bfloat16), "max_sequence_length": tokens}
 
 
 def sdxl() -> tuple[Any, dict[str, Any]]:
     """The UNet of SDXL base 1.0 in fp16, 1024 x 1024, with guidance."""
+    return _sdxl(1024, 1024)
+
+
+def wide_sdxl() -> tuple[Any, dict[str, Any]]:
+    """The same for 1280 x 1920."""
+    return _sdxl(1280, 1920)
+
+
+def _sdxl(height: int, width: int) -> tuple[Any, dict[str, Any]]:
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
     network = _empty(lambda: UNet2DConditionModel(**SDXL), torch.float16)
@@ -41,7 +59,7 @@ def sdxl() -> tuple[Any, dict[str, Any]]:
     texts = {"prompt_embeds": (1, 77, 2048), "pooled_prompt_embeds": (1, 1280)}
     texts |= {f"negative_{name}": shape for name, shape in texts.items()}
     pipe = StableDiffusionXLPipeline(unet=network, scheduler=EulerDiscreteScheduler(), **missing)
-    return pipe, _call(1024, 1024, texts, torch.float16)
+    return pipe, _call(height, width, texts, torch.float16)
 
 
 def sd15() -> tuple[Any, dict[str, Any]]:

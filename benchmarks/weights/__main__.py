@@ -5,12 +5,13 @@
     python -m benchmarks.weights --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
 
 A FLUX-type transformer with random weights is saved in bfloat16, or in float32, and loaded by CPU workers in the dtype
-of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_* in /proc/self/smaps_rollup,
-sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. Of shards, which all ranks of
-a CPU host map, a rank has those that nobody else has read, and its part of the others (Pss). W: bytes of all weights;
-slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds of weights take turns. In the
-dtype of the files whole weights on a CPU are pages of the files, which are not read while they are loaded: a GPU would
-get them then, so that there is also the time with every weight copied once, to memory that is kept.
+of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_* in
+/proc/self/smaps_rollup, sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. Of
+shards, which all ranks of a CPU host map, a rank has those that nobody else has read, and its part of the others
+(Pss). W: bytes of all weights; slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds
+of weights take turns. In the dtype of the files whole weights on a CPU are pages of the files, which are not read
+while they are loaded: a GPU would get them then, so that there is also the time with every weight copied once, to
+memory that is kept.
 """
 
 from __future__ import annotations

@@ -158,7 +158,8 @@ def test_rows_of_several_devices_decode_on_one_and_are_beside_that_of_one_device
     two = replace(one, plan="patch=2", seconds=20.0)
     slow = replace(two, seconds=40.0, note=published_plans.BY_PYTHON)
     models: Any = {"flux": Decoded(1.0)}
-    *table, _, summary = published_plans.lines(models, [one, two, slow])
+    *table, _, summary, _, off = published_plans.lines(models, [one, two, slow])
+    assert off == published_plans.OFF
     cells = [[cell.strip() for cell in line.split("|")[4:9]] for line in table[-3:]]
     assert cells[0] == ["15.00", "15.00", "+0%", "", ""]
     assert cells[1] == ["20.00", "10.00", "-50%", "0.75x", "1.50x"]

@@ -111,14 +111,14 @@ def test_messages_between_hosts_share_the_network_card() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "rate", "shares"),
+    ("name", "rate", "same_port"),
     [("2xRTX4090-pcie4", 25, True), ("2xH100-nvlink", 54, False), ("2xH100-pcie4", 25, True)],
 )
-def test_copies_from_the_host_pass_the_port_of_pcie(name: str, rate: float, shares: bool) -> None:
+def test_copies_from_the_host_pass_the_port_of_pcie(name: str, rate: float, same_port: bool) -> None:
     machine = Machine.parse(name)
     (port,) = machine.topology().path(1, 1).resources
     assert port.rate == rate * 1e9
-    assert shares == (port.name in {each.name for each in machine.topology().path(0, 1).resources})
+    assert same_port == (port.name in {each.name for each in machine.topology().path(0, 1).resources})
 
 
 def test_cards_without_peer_access_share_the_memory_of_the_host() -> None:
