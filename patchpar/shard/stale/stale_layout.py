@@ -73,8 +73,7 @@ class StaleLayout:
     @cached_property
     def packs(self) -> bool:
         """Whether one kernel writes what is sent, averages or differences, for one operation of all ranks."""
-        as_they_are = self.options.selection == AllRows() and self.options.bits == 16
-        return self.may_wait and not as_they_are and not self.joins
+        return self.may_wait and not self.joins and (self.options.bits < 16 or self.averages)
 
     def common_here(self, group_rank: int) -> tuple[int, int]:
         """Return where the common tokens that a rank computes begin among all of these, and how many they are."""
