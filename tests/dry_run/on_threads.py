@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -14,6 +16,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stages import block_seconds
 from patchpar.strategies.cfg.split import guidance_of
 from tests import tiny
 from tests.contexts import ThreadContext
@@ -22,6 +25,16 @@ from tests.unit.threads import on_threads
 from tests.vae.allocations import Allocations
 
 DEADLINE = 60.0
+
+
+class EvenTicks(threading.local):
+    """Stands for `time`: by it each block takes as long, so that stages are cut alike however busy the machine is."""
+
+    ticks = 0.0
+
+    def perf_counter(self) -> float:
+        self.ticks += 1
+        return self.ticks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +72,8 @@ def memory_of_ranks(name: str, plan: str, **arguments: Any) -> list[TensorBytes]
         installed.restore()
         return TensorBytes(peak=peak, kept=recorder.figures(transport.rank, "cpu").stale_bytes)
 
-    found = on_threads(wanted.world_size, on_rank, deadline=DEADLINE)
+    with mock.patch.object(block_seconds, "time", EvenTicks()):
+        found = on_threads(wanted.world_size, on_rank, deadline=DEADLINE)
     for each in found:
         if isinstance(each, Exception):
             raise each

@@ -55,7 +55,8 @@ def optimized_attention(
     """[B, L, heads * D], or [B, heads, L, D] with `skip_reshape`, to [B, L, heads * D]."""
     options = transformer_options or {}
     if "optimized_attention_override" in options:
-        return options["optimized_attention_override"](attention_pytorch, q, k, v, heads, mask, skip_reshape)
+        override = options["optimized_attention_override"]
+        return override(attention_pytorch, q, k, v, heads, mask=mask, skip_reshape=skip_reshape)
     return attention_pytorch(q, k, v, heads, mask, skip_reshape)
 
 
