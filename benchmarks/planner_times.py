@@ -73,12 +73,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each command")
+    parser.add_argument("--only", default="", help="commands with this in their description, such as embedded")
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     with TemporaryDirectory() as folder:
         save_flux(Path(folder) / "flux")
-        measured = {each: seconds_of(each, Path(folder), options.runs) for each in CASES}
+        measured = {each: seconds_of(each, Path(folder), options.runs) for each in CASES if options.only in each.what}
     publish(lines(measured, options.runs, load), options.write)
 
 
