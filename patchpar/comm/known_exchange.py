@@ -1,6 +1,6 @@
 """An exchange that is repeated in every step, with the same messages in the same buffers: nothing is planned again.
 
-    KnownGather      one tensor of each rank
+KnownGather      one tensor of each rank
 MessagePlan      where the tensors of messages to and from each rank lie, in one buffer that is sent and one received
 KnownExchange    the exchange in buffers of its own, as one operation of all ranks of an axis
 """
