@@ -18,7 +18,7 @@ from patchpar.shard.unet.layers import (
     mend_borders,
     stencil_of,
 )
-from patchpar.shard.unet.one_column import convolution
+from patchpar.shard.unet.one_column import convolve_strided
 from tests.tensors import relative
 from tests.unit.parts import with_halo
 
@@ -132,7 +132,7 @@ def test_a_convolution_with_rows_and_columns_exchanged(columns: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(2, 4, 3, 9, columns).half(), torch.randn(6, 2, 1, 3, 2).half(), torch.randn(6).half()
     sizes = (1, 1, 2), (0, 1, 0), (1, 2, 1)
-    found = convolution(F.conv3d, x, weight, bias, sizes, 2)
+    found = convolve_strided(F.conv3d, x, weight, bias, sizes, 2)
     want = F.conv3d(x.float(), weight.float(), bias.float(), *sizes, 2)
     assert found.shape == want.shape
     assert relative(found.float(), want) <= 1e-3

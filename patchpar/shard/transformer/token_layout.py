@@ -51,14 +51,22 @@ class TokenLayout:
 
     def _num_tokens(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> int:
         """Count an argument that consists of tokens alone, or else compute it from the size of the latent."""
-        alone = [int(leaves[number].shape[rows.dim]) for number, rows in rule.inputs if rows.alone]
-        if alone:
-            return max(alone)  # one row is that of all tokens
-        size = latent_size(*self._latent)
-        exact = plan.ratio * size
+        is_one_row = False
+        for number, rows in rule.inputs:
+            if rows.alone:
+                size = int(leaves[number].shape[rows.dim])
+                if size > 1:  # one row is that of all tokens
+                    return size
+                is_one_row = True
+        if is_one_row:
+            return 1
+        latent = latent_size(*self._latent)
+        exact = plan.ratio * latent
         found = round(exact)
         if abs(exact - found) > 1e-6 * found:
-            raise UnsupportedModel(f"{path}: a latent of {size} elements makes {exact:.2f} tokens, not a whole number")
+            raise UnsupportedModel(
+                f"{path}: a latent of {latent} elements makes {exact:.2f} tokens, not a whole number"
+            )
         return found
 
     def _grid(self, plan: BlockPlan, tokens: int, rule: ArgumentRule, leaves: Sequence[Any]) -> TokenGrid | None:

@@ -7,7 +7,7 @@ along it, so columns work alike.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from patchpar.plan.bands import Stencil
 from patchpar.shard.kernels.concat_halo import concat_halo, ready_rows
 from patchpar.shard.kernels.group_norm import normalise_groups
 from patchpar.shard.kernels.map_layout import dense
-from patchpar.shard.unet.one_column import convolution
+from patchpar.shard.unet.one_column import convolve_strided
 
 Conv = nn.Conv2d | nn.Conv3d
 Sizes = int | Sequence[int]
@@ -160,7 +160,7 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
 
     Weights stored in a smaller dtype (layerwise casting) are cast to that of `x`.
     """
-    padding = [int(each) for each in conv.padding]
+    padding: list[Any] = list(conv.padding)
     padding[dim] = 0
     weight, bias, dtype = conv.weight, conv.bias, x.dtype  # of a module each name costs a call
     function: Callable[..., Tensor] = F.conv2d if weight.ndim == 4 else F.conv3d
@@ -168,7 +168,10 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
         weight = weight.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    return convolution(function, x, weight, bias, (conv.stride, tuple(padding), conv.dilation), conv.groups)
+    sizes = conv.stride, tuple(padding), conv.dilation
+    if conv.stride[-1] > 1 and x.device.type == "cpu":
+        return convolve_strided(function, x, weight, bias, sizes, conv.groups)
+    return function(x, weight, bias, *sizes, conv.groups)
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # stride, padding, dilation
 
 
-def convolution(
+def convolve_strided(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, groups: int
 ) -> Tensor:
     """Return `function`, F.conv2d or F.conv3d, of `x` [B, C, ..., h, w].

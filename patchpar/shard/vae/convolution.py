@@ -23,7 +23,7 @@ from patchpar.shard.unet.layers import (
     mend_borders,
     stencil_of,
 )
-from patchpar.shard.unet.one_column import convolution
+from patchpar.shard.unet.one_column import convolve_strided
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 
@@ -100,7 +100,9 @@ def _copies(band: VaeBand, conv: ConvolutionArguments, own: Tensor, stencil: Ste
 
 
 def _plain(function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments) -> Tensor:
-    return convolution(function, x, conv.weight, conv.bias, (conv.stride, conv.padding, conv.dilation), conv.groups)
+    return convolve_strided(
+        function, x, conv.weight, conv.bias, (conv.stride, conv.padding, conv.dilation), conv.groups
+    )
 
 
 def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
