@@ -97,7 +97,11 @@ def test_another_model_takes_the_place_of_the_first(state: AppState) -> None:
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [("", "'' is no model"), ("no/such/model/here", "no such folder is here"), ("embedded-face", "this model is")],
+    [
+        ("", "'' is no model"),
+        ("no/such/model/here", "no such folder is here"),
+        ("embedded-face", "this model generates video block by block"),
+    ],
 )
 def test_what_is_no_model_is_refused_before_anything_is_closed(state: AppState, model: str, message: str) -> None:
     status, loaded, *_ = last_of(chooser_of(state).load(OWNER, model))

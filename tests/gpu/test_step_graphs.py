@@ -346,7 +346,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, network: nn.Module) -> tuple[Step
     def capture(step: Callable[[], Any], what: str) -> Any:
         step()
         did.append("captured")
-        return SimpleNamespace(output=None, has_run=True, fraction=0.0, untaken=1.0)
+        return SimpleNamespace(output=None, fraction=0.0, untaken=1.0)
 
     return StepGraphs(network, Mock(capture=capture), graphs_alone(network)._mesh), did
 
@@ -381,7 +381,7 @@ def test_a_tensor_in_the_place_of_one_that_a_graph_reads_ends_it(monkeypatch: py
     network: Any = nn.Linear(1, 1)
     network.bias_map, network.maps, network.store = torch.zeros(2), [torch.zeros(2)], Store()
     graphs, did = looked_at(monkeypatch, network)
-    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed", "replayed"]
     if depth == "attribute":
         network.bias_map = torch.ones(2)
     elif depth == "list":
@@ -390,7 +390,7 @@ def test_a_tensor_in_the_place_of_one_that_a_graph_reads_ends_it(monkeypatch: py
         network.store.by_layer["mid"] = [torch.ones(1)]
     else:
         network.bias_map.data = torch.ones(2)
-    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed", "replayed"]
     network.bias_map.add_(1)
     assert steps(graphs, did, 1) == ["replayed"], "numbers in its place are read there"
 
@@ -416,14 +416,14 @@ def test_what_a_graph_repeats_of_a_network_is_looked_at(
     network.scaling = {"a": torch.tensor(0.5), "b": 0.5}
     graphs, did = looked_at(monkeypatch, network)
     graphs.look_at_network()
-    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed", "replayed"]
     graphs.look_at_network()
     network.scaling["a"].fill_(0.25)
     graphs.look_at_network()
     assert steps(graphs, did, 1) == ["replayed"], "a graph reads the number where it lies"
     change(network)
     graphs.look_at_network()
-    assert steps(graphs, did, 3) == ["ran", "captured", "replayed"]
+    assert steps(graphs, did, 3) == ["ran", "captured", "replayed", "replayed"]
 
 
 def test_a_factor_that_changes_from_step_to_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +518,7 @@ def test_graphs_are_dropped_where_arguments_differ_from_step_to_step(monkeypatch
     """None of them is replayed any more, and each holds the memory of a step."""
     monkeypatch.setattr(step_graphs, "every_rank_has", lambda mesh, where, here: here)
     graphs = graphs_alone(nn.Linear(1, 1))
-    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, state: None)
+    monkeypatch.setattr(StepGraphs, "_replayed", lambda self, graph, call, state: None)
     captured = SimpleNamespace(output=None, fraction=0.0, untaken=1.0)
     graphs._recorder = Mock(capture=Mock(return_value=captured))
     for number in (0, 0, *range(1, MOST_KINDS + 2)):
