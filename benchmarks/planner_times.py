@@ -85,14 +85,14 @@ def main() -> None:
 
 def lines(measured: dict[Case, Seconds], runs: int, load: str) -> Iterator[str]:
     """Yield the page. `load`: of the machine when it was measured."""
+    times = "one run each" if runs == 1 else f"medians of {runs} runs"
     yield "# Time of the planner"
     yield ""
     yield (
-        f"From the start of a command to its end, with Python and its imports: medians of {runs} runs. `first`: "
+        f"From the start of a command to its end, with Python and its imports: {times}. `first`: "
         "nothing is kept from before. `kept`: the command was run once before with the same arguments. `processor`: "
-        "seconds of "
-        "all cores, which do not wait for what else the machine does. Limits are those of a machine that does nothing "
-        f"else; load of this one at the start: {load}. `python -m benchmarks.planner_times`"
+        "seconds of all cores, which do not wait for what else the machine does. Limits are those of a "
+        f"machine that does nothing else; load of this one at the start: {load}. `python -m benchmarks.planner_times`"
     )
     yield ""
     yield "| command | s | processor, s | limit, s | processor within it |"
