@@ -42,6 +42,8 @@ CHOOSES = "hidream"
 DROPS_PADDING = ("qwen", "qwen_edit", "zimage")
 """Pipelines that select the tokens of the text by a mask, which is taken for all of them."""
 PADDED = 1.3
+ON_THE_HOST = {"skyreels_forcing": 3 * 8 * 4000}
+"""Bytes that stay on the CPU of a GPU's host: a scheduler for each latent frame, with eight tables of 1,000 steps."""
 STEPS = 3
 """Of the real calls: one more than those of a dry run."""
 
@@ -55,8 +57,9 @@ def test_the_peak_is_that_of_a_real_call(name: str) -> None:
     dry = build(name).pipe
     dry.set_progress_bar_config(disable=True)
     run = dry_run(dry, **call_of(name))
-    assert run.peak_bytes >= found.peak * (1 - EXACT)
-    assert run.peak_bytes <= found.peak * (PADDED if name in DROPS_PADDING else 1 + EXACT)
+    peak = found.peak - ON_THE_HOST.get(name, 0)
+    assert run.peak_bytes >= peak * (1 - EXACT)
+    assert run.peak_bytes <= peak * (PADDED if name in DROPS_PADDING else 1 + EXACT)
     assert run.calls >= 1
     assert run.flops_per_call > 0
 
