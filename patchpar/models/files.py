@@ -22,6 +22,8 @@ from patchpar.plan.plan import Plan
 
 EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
 CONFIG = "config.json"
+STREAM_CONFIG = "stream.json"
+"""Of block-causal models, which are run by streams."""
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
 """A repository name of the hub; `./folder` and `~/folder` are none."""
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from patchpar.errors import PlanError
-from patchpar.models.files import resolve_model
+from patchpar.models.files import STREAM_CONFIG, resolve_model
 from patchpar.models.hub import fetched, no_folder
 from patchpar.models.model_index import INDEX, ModelIndex
 
@@ -31,8 +31,6 @@ NEEDS_MASK = re.compile("Inpaint|Fill")
 NEEDED_ALWAYS = ("control_image", "conditioning_frames")
 """Required by every call that has them, whose default is None all the same."""
 VERBS: Mapping[str, str] = {"images": "generate", "video": "video"}
-STREAM = "stream.json"
-"""A file of block-causal models, which are run by streams."""
 ANY_PROMPT = "a photo"
 """For calls whose image nobody looks at: trials, warm-up calls, and calls that are recorded without values."""
 
@@ -205,7 +203,7 @@ class RequestedTask:
         """
         folder = resolve_model(model, options)[2]
         purpose = None if folder is None else purpose_of(folder.pipeline)
-        if folder is not None and (folder.path / STREAM).is_file() and purpose and purpose.product == "video":
+        if folder is not None and (folder.path / STREAM_CONFIG).is_file() and purpose and purpose.product == "video":
             raise PlanError("this model generates video block by block, as its stream.json says: use `patchpar stream`")
         self.check(purpose)
         return None if folder is None else folder.path

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.files import HUB_NAME, path_of, resolve_model
+from patchpar.models.files import HUB_NAME, STREAM_CONFIG, path_of, resolve_model
 from patchpar.models.hub import OPTIONS, fetched, no_folder
 from patchpar.models.model_index import INDEX
 from patchpar.plan.json_files import read_object
@@ -13,7 +13,7 @@ from patchpar.stream.json_fields import number
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 """The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""
-CONFIG = "stream.json"
+CONFIG = STREAM_CONFIG
 SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
 SCHEDULER = "scheduler/scheduler_config.json"
