@@ -23,12 +23,13 @@ BLOCKS, WARM, APART = 40, 10, 10
 
 
 @pytest.fixture(autouse=True)
-def only_what_is_new() -> Iterator[None]:
-    """Let the collector leave out all that is there before a stream: to go over it takes longer than the stream."""
+def only_what_is_new() -> None:
+    """Let the collector leave out all that is there before a stream: to go over it takes longer than the stream.
+
+    It is left out to the end: `gc.unfreeze` would bring back all tests and modules too, for every later collection.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_bytes() -> int:
