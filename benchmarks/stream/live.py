@@ -23,10 +23,9 @@ import torch
 from benchmarks.page import publish
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import AudioTrack
-from patchpar.stream.delivery import StreamDelivery, StreamFormat
+from patchpar.stream.delivery import Output, StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, PromptUpdate, StreamRun
-from patchpar.stream.rank_driver import Output
 from patchpar.stream.session import StreamSession
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen

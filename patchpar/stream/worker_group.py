@@ -16,14 +16,13 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.size_grid import check_side
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.stream.base_session import BaseSession, Closing
+from patchpar.stream.base_session import LOST, BaseSession, Closing
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.rank_driver import LOST
 from patchpar.stream.session import StreamSession
 
 Ranks = LocalExecutor | InlineExecutor
@@ -33,7 +32,7 @@ PATIENCE = 2
 SOON = 1.0
 """Seconds that a cancelled stream has to free its ranks before they are ended, and a stream after that."""
 R = TypeVar("R", bound="Ranks | WorkerGroup")
-S = TypeVar("S", bound=BaseSession[Any, Any, Any])
+S = TypeVar("S", bound=BaseSession[Any, Any])
 C = TypeVar("C", StreamConfig, FifoConfig)
 V = TypeVar("V", bound=StreamSession)
 BF16 = "bfloat16"
