@@ -83,11 +83,11 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
 
 
 class WorkerGroup:
-    """Ranks that follow `plan`. `starting`: restarts them on other devices; None for no restart."""
+    """Ranks that follow `plan`. `loading`: what they have loaded, and restarts them on other devices."""
 
-    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: ModelLoading | None = None) -> None:
-        self._ranks, self.plan, self._starting = ranks, plan, starting
-        self._devices = () if starting is None else starting.devices
+    def __init__(self, ranks: Ranks, plan: StreamPlan, loading: ModelLoading) -> None:
+        self._ranks, self.plan, self.loading = ranks, plan, loading
+        self._devices = loading.devices
         self._deaths = 0
         self._at_fault: int | None = None
         self._is_closed = False
@@ -139,8 +139,6 @@ class WorkerGroup:
 
     def _do_without(self, rank: int | None) -> bool:
         """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
-        if self._starting is None:
-            return False
         while not self._is_closed:
             failed = self.plan.ranks - 1 if rank is None else rank
             lost, devices = self._devices[failed], (*self._devices[:failed], *self._devices[failed + 1 :])
@@ -151,7 +149,7 @@ class WorkerGroup:
             self._ranks.close()
             self.plan, self._devices, self._deaths = plan, devices, 0
             try:
-                self._ranks, _ = self._starting.start(plan, devices)
+                self._ranks, _ = self.loading.start(plan, devices)
             except LaunchError as error:
                 rank = rank_at_fault(error)
                 if within(plan, len(devices) - 1) is None:

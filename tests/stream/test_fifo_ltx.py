@@ -27,7 +27,7 @@ from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.worker_group import WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole
@@ -173,7 +173,10 @@ def test_workers_show_the_frames_of_one_process(alone: FifoStreamingPipeline, fo
     plan = StreamPlan(sizes=(2, 2), decode="own")  # the last rank has no transformer, the others no decoder
     executor = PoolExecutor(ranks, "fifo-ltx", ENGINE)
     facts = executor.call("load", str(folder), CONFIG, plan, {})[0]
-    found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts))
+    loading = ModelLoading(
+        folder=str(folder), config=CONFIG, options={}, devices=("cpu",) * 3, deadline=60, engine=ENGINE
+    )
+    found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan, loading), CONFIG, facts))
     assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 

@@ -21,7 +21,7 @@ from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
-from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
@@ -40,10 +40,6 @@ from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, W
 
 class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
     """A block-causal model for streams. Made by `from_pretrained`; a context manager."""
-
-    def __init__(self, workers: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
-        super().__init__(workers, config, facts)
-        self._loading = loading
 
     @classmethod
     def from_pretrained(
@@ -80,7 +76,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             deadline=deadline,
         )
         ranks, facts = loading.start(plan, found.names)
-        return cls(WorkerGroup(ranks, plan, loading), config, facts, loading)
+        return cls(WorkerGroup(ranks, plan, loading), config, facts)
 
     @property
     def rate(self) -> int | None:
@@ -183,7 +179,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
     def _updates(self, prompt: str, reference: Any, masks: Sequence[Any] | None) -> list[Update]:
         updates: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
-            reference = Path(self._loading.folder) / self.config.reference
+            reference = Path(self._workers.loading.folder) / self.config.reference
         if reference is None and self._facts.starts_from_image:
             raise PlanError("this model starts from an image: pass reference=")
         if reference is not None:
@@ -194,7 +190,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         return updates
 
     def _origin(self, run: StreamRun, fps: float) -> JournalHeader:
-        loading = self._loading
+        loading = self._workers.loading
         return JournalHeader(
             model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
             config=self.config,

@@ -80,7 +80,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         _check_kind(str(folder), path)
         config = config or FifoConfig()
         found, zones = resolve_devices_of_task(devices), config.queue.zones
-        plan = plan or StreamPlan.even(zones, min(len(found.names), zones + 1))
+        plan = plan or StreamPlan.on_devices(zones, len(found.names))
         if plan.ranks > len(found.names) or plan.steps != zones or plan.inner > 1:
             raise PlanError(
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
