@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices
 from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import path_of, shipped_name
@@ -22,7 +22,6 @@ from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.session import StreamSession
@@ -64,7 +63,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         known = StreamFolder.read(folder, config=config, options=options)
         config = known.config
         if file is not None:
-            _check_lora(Path(known.path), file)
+            from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
+
+            check_lora_fits(Path(known.path), file)  # before ranks load the model
         found = resolve_devices_of_task(devices)
         plan = plan or StreamPlan.on_devices(config.pipeline_steps, len(found.names))
         _check(plan, config, found)
@@ -203,15 +204,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
-
-
-def _check_lora(folder: Path, lora: LoraFile) -> None:
-    """Raise UnsupportedModel, PlanError for a LoRA that cannot be merged, before ranks load the model."""
-    if low_noise_below(folder) is not None:
-        raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
-    from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
-
-    check_lora_fits(folder, lora)
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
