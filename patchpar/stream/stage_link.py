@@ -19,10 +19,10 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, TensorSpec, Work
-from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
 from patchpar.stream.messages import LostStage
 
+Payload = tuple[Tensor, ...]
 HEADER, SIZE = TensorSpec((4,), torch.int64), TensorSpec((1,), torch.int64)
 WHERE = "stream"
 HELD = 2

@@ -16,11 +16,11 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.stream.causal.causal_wan import BlockInputs
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.events import Reference
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING

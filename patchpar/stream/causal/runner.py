@@ -21,6 +21,7 @@ from patchpar.stream.causal.checkpoint import RequiredWeights, hearing_of, load_
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.config import CausalOptions
@@ -31,7 +32,6 @@ from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import RankStageIO, StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected
-from patchpar.stream.stage_loop import StageLoop
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,

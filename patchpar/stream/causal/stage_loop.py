@@ -19,7 +19,7 @@ from typing import Any
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
-from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, LostStage, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
@@ -28,6 +28,7 @@ from patchpar.stream.stage_link import (
     WHERE,
     BlockEnvelope,
     BlockSignal,
+    Payload,
     connected,
     received,
     received_object,
@@ -43,11 +44,11 @@ class StageLoop(Stage):
     With a run that `continues`, `go_on` has to be called before it is run.
     """
 
-    _model: CausalModel
+    _model: WanStream
 
     def __init__(
         self,
-        model: CausalModel,
+        model: WanStream,
         plan: StreamPlan,
         rank: int,
         comm: Communicator | None,
@@ -56,7 +57,7 @@ class StageLoop(Stage):
     ) -> None:
         super().__init__(model, plan, rank, comm, stage_io, run.first_block)
         self._states = [model.new_state(step) for step in self._position.stage.steps]
-        self._decoder = model.new_decoder() if self._position.decodes else None
+        self._decoder: Any = model.new_decoder() if self._position.decodes else None
         self._has_settled = False  # the adaptive sink is there, or there will be none
         self._has_reference = False
         self._first: Payload | None = None
