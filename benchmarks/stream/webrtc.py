@@ -30,7 +30,7 @@ from aiortc import MediaStreamTrack, RTCConfiguration, RTCPeerConnection, RTCSes
 from benchmarks.page import publish
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import StreamLimits
-from patchpar.stream.live_video import Camera, LiveFrames
+from patchpar.stream.live_inputs import Camera, LiveFrames
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, StreamRun
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo

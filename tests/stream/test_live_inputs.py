@@ -22,8 +22,7 @@ from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.capture_device import CaptureDevice, camera, microphone
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import StreamLimits
-from patchpar.stream.live_audio import AHEAD_SECONDS, LiveAudio
-from patchpar.stream.live_video import QUIET_SECONDS, Camera, LiveFrames
+from patchpar.stream.live_inputs import AHEAD_SECONDS, QUIET_SECONDS, Camera, LiveAudio, LiveFrames
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo
 from tests.stream.test_session import COURSE, FORMAT, Ranks, session
