@@ -11,6 +11,7 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.stream.base_session import BaseSession
 from patchpar.stream.events import Parameter, Prompt, Reference, pack, unpack
+from patchpar.stream.messages import PromptUpdate
 from tests.tensors import noise
 
 
@@ -41,7 +42,7 @@ def test_a_view_is_packed_as_it_looks() -> None:
 @pytest.mark.parametrize("options", [{"transition": "fade"}, {"transition": "blend"}, {"over": 3}])
 def test_transitions_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
-        Prompt(text=noise(1, 2, 3), **options)
+        PromptUpdate(text="a", **options)
 
 
 class Session(BaseSession[None, int]):

@@ -139,7 +139,7 @@ class StreamRunner(StageRunner):
             return Prompt(text=text, transition=update.transition, over=update.over)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
-            image = from_pixels(update.image).to(self._device)
+            image = from_pixels(update.image[None]).to(self._device)
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
                 video = self._decoder.encode(image, still=NUM_FRAMES - 1)

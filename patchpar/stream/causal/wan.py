@@ -23,7 +23,7 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
 from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
@@ -144,7 +144,7 @@ class WanStream:
         if self._encoder is None or block != self._encoded:  # a block that is begun again follows its predecessor
             self._encoder = WanEncoder(self._decoder)
         self._encoded = block + 1
-        latents = self._own(self._encoder.encode(self._scaled(frames), self._latents.shape[2]))
+        latents = self._own(self._encoder.encode(from_pixels(to_device(frames, self._device)), self._latents.shape[2]))
         return self._schedule.noised(latents, payload[0]), *payload[1:]
 
     @torch.no_grad()
@@ -156,14 +156,10 @@ class WanStream:
         The first latent frame of a stream, which has one image, gets it `per_latent` times.
         """
         assert self._decoder is not None, "the first stage has the autoencoder"
-        images, count = self._scaled(frames), self._latents.shape[2]
+        images, count = from_pixels(to_device(frames, self._device)), self._latents.shape[2]
         before = images[:1].expand(1 + count * self._decoder.per_latent - len(images), -1, -1, -1)
         latents = WanEncoder(self._decoder).encode(torch.cat([before, images]), count + 1)
         return *payload, self._own(latents[:, :, 1:])
-
-    def _scaled(self, frames_FHWC: Tensor) -> Tensor:
-        """Images [F, 3, height, width] between -1 and 1 of those in uint8."""
-        return to_device(frames_FHWC, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
 
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
