@@ -170,7 +170,10 @@ class StageLoop(Stage):
         if position.next is not None and next_is_lost and self._next_has_steps:
             (conditions,) = (after for kept, after in self._kept if kept.block == need - 1)
             self._give(position.next, conditions)
-        self._reconnect(is_lost=is_lost)
+        self._first_sent, self._has_settled, self._left = None, True, None
+        if is_lost:
+            self._block = self._next
+        self._connect()
         self._send_again(need, first_block, next_is_lost=next_is_lost)
 
     @property
@@ -200,12 +203,6 @@ class StageLoop(Stage):
             self._loss = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=decodes)
             if self._rank == 0:
                 self._stage_io.lost(self._loss)
-
-    def _reconnect(self, *, is_lost: bool) -> None:
-        self._first_sent, self._has_settled, self._left = None, True, None
-        if is_lost:
-            self._block = self._next
-        self._connect()
 
     def _send_again(self, need: int, first_block: int, *, next_is_lost: bool) -> None:
         """Send what the next stage still needs, and put what has not come out."""

@@ -232,13 +232,10 @@ class ImageSession(BaseSession[ImageResult, int]):
                 self._note_recovery()
                 self._generated[event.number] = event.image
                 for number in [*takewhile(self._generated.__contains__, self._pushed)]:
-                    self._release(number)
+                    image, latency = self._generated.pop(number), time.perf_counter() - self._pushed.pop(number)
+                    self._outputs.put(ImageResult(number=number, image=image, latency=latency))
                 self._order()
                 self._changed.notify_all()
-
-    def _release(self, number: int) -> None:
-        latency = time.perf_counter() - self._pushed.pop(number)
-        self._outputs.put(ImageResult(number=number, image=self._generated.pop(number), latency=latency))
 
     def _upcoming(self) -> int:
         return self._waiting[0].number if self._waiting else self._number
