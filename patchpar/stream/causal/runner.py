@@ -29,7 +29,7 @@ from patchpar.stream.events import Change, Prompt, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
-from patchpar.stream.rank_runner import RankStageIO, StageRunner
+from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected
 
@@ -101,7 +101,7 @@ class StreamRunner(StageRunner):
     def _run_stage(self, run: StreamRun) -> StageStats:
         if self._is_conditioned:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
-        stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
+        stage_io = self._stage_io(run)
         if not run.continues:
             self._stage = None  # frees its memory before the next one is made
         if self._stage is None:
