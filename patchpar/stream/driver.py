@@ -43,18 +43,6 @@ MAX_UPDATES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    """`credit`: blocks begun and not taken. `blocks`: length, None for no end.
-
-    `restarts`: how often within a minute the stream is resumed after a worker has died.
-    """
-
-    credit: int
-    blocks: int | None = None
-    restarts: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBlock:
     """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
 
@@ -92,22 +80,25 @@ def _with_masks(update: ReferenceUpdate | Reference, before: Update | None) -> U
 class StreamDriver(BaseSession[Chunk, Effect]):
     """See BaseSession. `run(stream_run, on_event=, on_start=)` runs the stages; called with each of `runs` in turn.
 
-    Each run ends where the next begins. `figures`: statistics of each stage, after the stream has ended.
+    Each run ends where the next begins. `credit`: blocks that may have begun and not been taken. `blocks`: length; None
+    for no end. `figures`: statistics of each stage, after the stream has ended.
     """
 
     def __init__(  # noqa: PLR0913 - each is a part of its own
         self,
         run: Run,
         runs: Sequence[StreamRun],
-        limits: StreamLimits,
         form: StreamFormat,
         delivery: StreamDelivery,
         track: AudioSource | None,
         frames: FrameSources = NO_FRAMES,
+        *,
+        credit: int,
+        blocks: int | None = None,
     ) -> None:
-        self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
-        super().__init__(limits.credit, delivery.output, delivery.lead)
-        self._run, self._later, self._limits, self._track = run, deque(later), limits, track
+        self._current, *later = (replace(run, keep=credit + 1) for run in runs)
+        super().__init__(credit, delivery.output, delivery.lead)
+        self._run, self._later, self._blocks, self._track = run, deque(later), blocks, track
         self._format, self._delivery, self._frames = form, delivery, frames
         self._patience = delivery.hold
         self._updates: dict[int, list[Update]] = {}
@@ -120,7 +111,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         self._next = 0
         self._timer: threading.Timer | None = None
         self._source_error: Exception | None = None
-        self._restarts = Restarts(limits.restarts)
+        self._restarts = Restarts(delivery.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def _start(self, changes: Iterable[tuple[int, Update]]) -> None:
@@ -276,7 +267,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
 
     def _has_ended(self, block: int) -> bool:
         later = self._later[0].first_block if self._later else None
-        is_last = self._is_stopping or block in (self._limits.blocks, later)
+        is_last = self._is_stopping or block in (self._blocks, later)
         sources = [source for source in (self._track, self._frames.video) if source is not None]
         return is_last or any(source.is_over(block) for source in sources)
 

@@ -18,8 +18,7 @@ from patchpar.models.size_grid import check_side
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.base_session import LOST, BaseSession, Closing
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
@@ -245,13 +244,6 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
         return StreamFormat(
             fps=fps, height=config.height, width=config.width, frames=frames, per_latent=self._facts.per_latent
         )
-
-    def _limits(
-        self, form: StreamFormat, delivery: StreamDelivery, seconds: float | None, queued: int = 0
-    ) -> StreamLimits:
-        """`queued`: blocks in flight beyond one in each stage."""
-        credit = queued + self.plan.depth + delivery.lead
-        return StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
 
     def _stream_run(self, seed: int, *, adapt_sink: bool, settles: int | None = None) -> StreamRun:
         """See StreamRun. Raises PlanError for a seed that torch does not take, and for sides of no whole latents."""

@@ -15,7 +15,7 @@ from patchpar.errors import PlanError, WorkerDied
 from patchpar.stream import base_session
 from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits, with_updates
+from patchpar.stream.driver import with_updates
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -233,16 +233,18 @@ def test_videos_are_read_no_further_than_their_stream_and_their_files_are_closed
             closed.set()
 
     video, pose = (VideoSource(endless(each), FORMAT.frames_of) for each in closed)
-    limits, frames = StreamLimits(credit=1, blocks=2), FrameSources(video=video, pose=pose)
-    with StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
+    frames = FrameSources(video=video, pose=pose)
+    with StreamSession(
+        Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=1, blocks=2
+    ).begin() as stream:
         assert [chunk.block for chunk in stream] == [0, 1]
         assert all(each.wait(10) for each in closed), "though the session is still there"
 
 
 def test_a_stream_ends_with_its_video() -> None:
     video = VideoSource(iter(IMAGE.expand(FORMAT.first_frame(2), -1, -1, -1)), FORMAT.frames_of)
-    limits, frames = StreamLimits(credit=1), FrameSources(video=video)
-    with StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
+    frames = FrameSources(video=video)
+    with StreamSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=1).begin() as stream:
         assert [chunk.block for chunk in stream] == [0, 1]
 
 

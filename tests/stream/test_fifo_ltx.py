@@ -18,7 +18,6 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.network import LtxFrames
@@ -92,8 +91,7 @@ def test_what_the_folder_says(pipe: LTXPipeline, folder: Path) -> None:
 
 def test_prompts_of_different_lengths_are_not_blended() -> None:
     """A rank would fail, and the stream with it."""
-    limits = StreamLimits(credit=3)
-    session = FifoSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None)
+    session = FifoSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, credit=3)
     session.blends = False
     with session.begin() as stream:
         with pytest.raises(PlanError, match="this model's prompts differ in length: use 'switch'"):

@@ -25,7 +25,7 @@ from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
-from patchpar.stream.driver import OutputBlock, StreamLimits
+from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -98,8 +98,8 @@ def session(
     courses: tuple[StreamRun, ...] = (COURSE,),
     **delivery: Any,
 ) -> StreamSession:
-    limits = StreamLimits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
-    return StreamSession(ranks.run, courses, limits, FORMAT, StreamDelivery(**delivery), track)
+    how = StreamDelivery(**{"restarts": 1, **delivery})
+    return StreamSession(ranks.run, courses, FORMAT, how, track, credit=credit, blocks=blocks)
 
 
 def test_chunks_come_in_order_with_exact_times() -> None:

@@ -19,7 +19,6 @@ from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
@@ -123,12 +122,12 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
                 video=None if video is None else self._video(video, form),
                 pose=None if pose is None else VideoSource(pose_frames(pose, *size), form.frames_of),
             )
-            limits = self._limits(form, delivery, seconds)
             source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
             updates = self._updates(prompt, reference, masks)
             record = delivery.record
             journal = None if record is None else StreamJournal(path_of(record), self._origin(run, form.fps))
-            session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
+            credit, blocks = self.plan.depth + delivery.lead, form.blocks(seconds)
+            session = StreamSession(workers.run, (run,), form, delivery, source, frames, credit=credit, blocks=blocks)
             self._session = session.begin(*updates, journal=journal)
             return self._session
 
@@ -158,9 +157,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
             recording.check_fits((run.rows, run.columns), audio_shape)
             source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
-            limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
-            runs = recording.runs(self.plan.ranks)
-            session = StreamSession(workers.run, runs, limits, form, delivery, source)
+            runs, once = recording.runs(self.plan.ranks), replace(delivery, restarts=0)
+            credit = self.plan.depth + delivery.lead
+            session = StreamSession(workers.run, runs, form, once, source, credit=credit, blocks=len(blocks))
             self._session = session.begin(changes=recording.updates())
             return self._session
 
