@@ -89,7 +89,7 @@ class StageLoop(Stage):
 
     def _fetch_first(self) -> Payload | None:
         """The first finished block on rank 0, received only now: a stream that ends before it leaves nothing behind."""
-        is_here = self._first is not None or self._position.makes_first or self._has_settled
+        is_here = self._first is not None or self._rank == self._plan.finisher or self._has_settled
         if self._rank == 0 and self._model.adapts_sink and not is_here:
             self._first = received(connected(self._comm), "first", self._plan.finisher, self._model.payload())
         return self._first
@@ -126,7 +126,7 @@ class StageLoop(Stage):
                 payload = self._model.step(state, envelope.block, payload)
         if self._position.is_shared and self._comm is not None:
             self._comm.transport.settle(WHERE)  # what the others have of the step has come, or it is not computed
-        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._rank == self._plan.finisher and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
         if self._position.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
