@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import Script
 from tests.stream.test_fifo import QUEUE, model, script
