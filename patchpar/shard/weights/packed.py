@@ -98,13 +98,13 @@ class PackedBlock:
         """Bytes of the largest tensor."""
         return max(each.num_bytes for each in self.tensors)
 
-    def own_copies(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors in `buffer` [bytes] in memory of their own; tied ones share it as before."""
+    def own_copies(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors like `views` of the block's, in memory of their own; tied ones share it as before."""
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(mode=False):  # whose tensors autograd refuses for good
-            for each in self.tensors:
+            for each, view in zip(self.tensors, views, strict=True):
                 if each.offset not in copies:
-                    copies[each.offset] = buffer.narrow(0, each.offset, each.num_bytes).clone()
+                    copies[each.offset] = memory_of(view, 0, each.num_bytes).clone()
             return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
 
     def point_to(self, tensors: Sequence[Tensor]) -> None:
