@@ -58,7 +58,7 @@ class ShardedWeights:
         self.network, self.axis, self.store = network, store.axis, store
         self.times_whole = 1
         """How many such weights, of other ranks, make the whole ones that `restore` is for."""
-        blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
+        blocks = packed_blocks(network, store.device, on_the_host=copy is not None, ranks=self.axis.size)
         say_what_stays_whole(network, [block.module for block in blocks], self.axis)
         say_what_is_in_graphs(network, blocks_of(network), self.axis)
         whole = resident_of(len(blocks), resident)
@@ -170,10 +170,9 @@ class ShardedWeights:
 
     def _take(self, slot: int) -> None:
         """Wait for the gather into a slot."""
-        index, work = self._pending[slot]
+        _, work = self._pending[slot]
         work.wait()
-        del self._pending[slot]
-        self._holds[slot] = index
+        self._holds[slot], _ = self._pending.pop(slot)
 
     def _hold(self, index: int) -> None:
         """Gather a block unless its slot holds it."""
