@@ -8,23 +8,41 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from patchpar.shard.transformer.block_arguments import PLAIN
+from patchpar.shard.transformer.block_arguments import PLAIN, ArgumentRule
 from patchpar.shard.transformer.block_call import BlockRuns
 from patchpar.shard.transformer.local_tokens import LocalTokens
-from patchpar.shard.transformer.token_plan import TokenRows
 from patchpar.shard.transformer.token_runs import Runs
 
 Cut = Callable[[Tensor, Runs], Tensor]
 """Returns our tokens of a whole argument."""
 
 
-class _Known(NamedTuple):
-    """An argument of this type. `dims` and `runs`: of a tensor, and of tokens in it. `items`: those of a tuple."""
+class _Tokens(NamedTuple):
+    """An argument that a block before has made. `dims`: of the tensor. `runs`: of tokens in it."""
 
-    kind: type
+    name: str
+    dims: int
+    runs: Runs
+
+
+class _Item(NamedTuple):
+    """An argument, or an item of one. `dims` and `runs`: of a tensor, and of whole tokens in it."""
+
+    kind: type[Any]
     dims: int = 0
     runs: Runs = ()
-    items: tuple["_Known", ...] = ()
+
+
+class _Others(NamedTuple):
+    """An argument without local tokens. `is_one`: a single item; else a tuple, or a dict without any.
+
+    `is_cut`: whether tokens of any item are cut.
+    """
+
+    name: str
+    is_one: bool
+    items: tuple[_Item, ...]
+    is_cut: bool
 
 
 class KnownArguments:
@@ -33,8 +51,10 @@ class KnownArguments:
     `found`: where tokens are in such a call.
     """
 
-    def __init__(self, found: BlockRuns, arguments: dict[str, _Known]) -> None:
-        self.found, self._names, self._arguments = found, tuple(arguments), tuple(arguments.values())
+    def __init__(self, found: BlockRuns, kwargs: dict[str, Any], known: Sequence[_Tokens | _Others]) -> None:
+        self.found, self._names, self._kinds = found, (*kwargs,), (*map(type, kwargs.values()),)
+        self._tokens = tuple(each for each in known if isinstance(each, _Tokens))
+        self._others = tuple(each for each in known if isinstance(each, _Others))
 
     @classmethod
     def of(
@@ -45,79 +65,68 @@ class KnownArguments:
         `leaves`: those of the arguments, see `leaves_and_form`.
         """
         rule = found.rule
-        if args or rule.has_numbers or not _is_passed_on(rule.inputs, leaves):
+        if args or rule.has_numbers or not _says_ranges(rule, leaves):
             return None
-        if rule.text and not _is_passed_on(rule.text[:1], leaves):
-            return None
-        arguments, number = dict[str, _Known](), 0
+        known, number = list[_Tokens | _Others](), 0
         for name, x in kwargs.items():
-            known = _known(x, number, found)
-            if known is None:
+            each = _known(name, x, number, found)
+            if each is None:
                 return None
-            arguments[name] = known
-            number += len(known.items) if known.kind is tuple else known.kind is not dict
-        return cls(found, arguments)
+            known.append(each)
+            number += len(each.items) if isinstance(each, _Others) else 1
+        return cls(found, kwargs, known)
 
     def own(self, kwargs: dict[str, Any], cut: Cut) -> dict[str, Any] | None:
         """Return the arguments of a call with our tokens only; None where it is not like this one."""
-        if (*kwargs,) != self._names:
+        if (*kwargs,) != self._names or (*map(type, kwargs.values()),) != self._kinds:
             return None
-        own: dict[str, Any] = {}
-        for (name, x), (kind, dims, runs, items) in zip(kwargs.items(), self._arguments, strict=True):
-            if type(x) is not kind:
+        own = kwargs.copy()
+        for name, dims, runs in self._tokens:
+            x = kwargs[name]
+            if x.gathered is not None or x.source.runs is not runs or x.own.ndim != dims:
                 return None
-            if kind is LocalTokens:
-                if x.gathered is not None or x.source.runs is not runs or x.own.ndim != dims:
-                    return None
-                own[name] = x.own
-            elif kind is Tensor:
-                if x.ndim != dims:
-                    return None
-                own[name] = cut(x, runs) if runs else x
-            elif kind is tuple:
-                own_items = _own_items(x, items, cut)
-                if own_items is None:
-                    return None
-                own[name] = own_items
-            elif kind is dict and x:
+            own[name] = x.own
+        for name, is_one, items, is_cut in self._others:
+            found = _own_items((kwargs[name],) if is_one else kwargs[name], items, cut)
+            if found is None:
                 return None
-            else:
-                own[name] = x
+            if is_cut:
+                own[name] = found[0] if is_one else tuple(found)
         return own
 
 
-def _is_passed_on(inputs: Sequence[tuple[int, TokenRows]], leaves: Sequence[Any]) -> bool:
-    """Whether how tokens are split is read of local tokens, not computed for whole arguments."""
-    for number, rows in inputs:
-        x = leaves[number]
-        if isinstance(x, LocalTokens) and any(run.rows == rows for run in x.source.runs):
-            return True
-    return False
+def _says_ranges(rule: ArgumentRule, leaves: Sequence[Any]) -> bool:
+    """Whether local tokens say how tokens are split, and those of a text: nothing is computed of whole arguments."""
+    local = {number: x.source.runs for number, x in enumerate(leaves) if isinstance(x, LocalTokens)}
+    if not any(number in local and local[number][0].rows == rows for number, rows in rule.inputs):
+        return False
+    return all(number in local and any(run.rows == rows for run in local[number]) for number, rows in rule.text[:1])
 
 
-def _known(x: Any, number: int, found: BlockRuns) -> _Known | None:
-    """Return what is known of an argument with the leaf `number`; None where that is not all of it."""
-    kind, runs = type(x), found.inputs.get(number, ())
-    if kind is LocalTokens:
-        return _Known(kind, x.own.ndim, runs) if x.gathered is None and x.source.runs is runs else None
-    if kind is Tensor:
-        return _Known(kind, x.ndim, runs)
-    if kind is tuple:
-        items = [_known(each, number + index, found) for index, each in enumerate(x)]
-        known = tuple(each for each in items if each is not None and (each.kind is Tensor or each.kind in PLAIN))
-        return _Known(kind, items=known) if len(known) == len(items) else None
-    return _Known(kind) if kind in PLAIN or (kind is dict and not x) else None
+def _known(name: str, x: Any, number: int, found: BlockRuns) -> _Tokens | _Others | None:
+    """Return what is known of an argument whose first leaf has a `number`; None where that is not all of it."""
+    if type(x) is LocalTokens:
+        runs = found.inputs.get(number, ())
+        return _Tokens(name, x.own.ndim, runs) if x.gathered is None and x.source.runs is runs else None
+    is_one = type(x) is not tuple and (type(x) is not dict or bool(x))
+    items = list[_Item]()
+    for each in (x,) if is_one else x:
+        if type(each) is not Tensor and type(each) not in PLAIN:
+            return None
+        dims = each.ndim if type(each) is Tensor else 0
+        items.append(_Item(type(each), dims, found.inputs.get(number + len(items), ())))
+    return _Others(name, is_one, tuple(items), any(item.runs for item in items))
 
 
-def _own_items(found: tuple[Any, ...], items: tuple[_Known, ...], cut: Cut) -> tuple[Any, ...] | None:
-    """Return the items of a tuple, as `KnownArguments.own` returns arguments."""
+def _own_items(found: Sequence[Any], items: tuple[_Item, ...], cut: Cut) -> Sequence[Any] | None:
+    """Return the items of an argument with our tokens only; None where they are not like `items`."""
     if len(found) != len(items):
         return None
     own = list(found)
-    for index, (kind, dims, runs, _) in enumerate(items):
+    for index, (kind, dims, runs) in enumerate(items):
         x = own[index]
         if type(x) is not kind or (kind is Tensor and x.ndim != dims):
             return None
         if runs:
             own[index] = cut(x, runs)
-    return tuple(own)
+    return own
