@@ -108,10 +108,6 @@ class Communicator:
         pending = self._start(kind, where, begin)
         return pending if into is not None else pending.then(layout.as_stacked)
 
-    def has_collectives(self, axis: Axis) -> bool:
-        """Whether the ranks of the axis have operations of all of them at once."""
-        return self._collectives[axis.ranks] is not None
-
     def repeat(self, known: Known) -> Work[Any]:
         """Start an exchange of bulk whose tensors are known. The Work raises ExchangeError."""
         self.traffic.book(*known.booked)

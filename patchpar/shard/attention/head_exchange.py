@@ -91,6 +91,7 @@ class HeadExchange:
         self.mine = mine = split[group.rank]
         self._common, self._asking, self._own, self._width = common, asking, own, width
         token = batch * sum(mine.heads) * width  # elements
+        self._heads = mine.heads
         self._whole = (common + self.total, batch, sum(mine.heads), width)
         self._heads_sent = tuple(own * batch * sum(each.heads) * width for each in split)
         self._heads_received = tuple(token * size for size in sizes)
@@ -119,7 +120,7 @@ class HeadExchange:
         received = FlatParts(gathered.view(-1), self._heads_received)
         sent = FlatParts(self._by_heads(own), self._heads_sent)
         comm.all_to_all(self.group, "heads", where, sent, received).wait()
-        q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, self.mine.heads)
+        q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, self._heads)
         if common != asking:
             q_BnLD = q_BnLD.narrow(2, common - asking, asking + self.total)
         if self._by_key_groups:

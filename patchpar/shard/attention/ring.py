@@ -11,11 +11,13 @@ sent by each rank       2 (N-1)/N of the sequence, to the neighbours
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
@@ -31,7 +33,7 @@ class RingShift(NamedTuple):
 
 def attend_in_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
-    if comm.has_collectives(axis):
+    if collectives_of(comm.transport, axis.ranks) is not None:
         return merge_partials(_in_rounds(comm, axis, where, shared)).out_BNlD
     return _attend(comm, axis, where, shared, [RingShift(1, axis.size - 1)])
 
@@ -59,8 +61,7 @@ def _rounds(axis: Axis, sizes: tuple[int, ...], token: int) -> tuple[_Round, ...
 
     owners = [(axis.rank - step) % axis.size for step in range(axis.size)]
     return tuple(
-        _Round(part(axis.rank + 1, before), part(axis.rank - 1, owner), owner)
-        for before, owner in zip(owners, owners[1:], strict=False)
+        _Round(part(axis.rank + 1, before), part(axis.rank - 1, owner), owner) for before, owner in pairwise(owners)
     )
 
 

@@ -146,19 +146,21 @@ class _BlockHook(_ShardHook):
         self, call: TokenCall, rules: ArgumentRules, args: Any, kwargs: Any
     ) -> tuple[BlockCall | None, Any, Any]:
         """Return the begun call of the block, and its arguments for our tokens; None where it is not split."""
-        known = self._known
-        own = None if known is None or args else known.own(kwargs, call.cut)
-        if known is not None and own is not None:
-            block = BlockCall(self.path, known.found.plan)
-            call.begin_block(block, known.found)
-            return block, args, own
+        known, splits_text = self._known, call.split.text
+        if known is not None and not args and known.splits_text == splits_text:
+            own = known.own(kwargs, call.cut)
+            if own is not None:
+                block = BlockCall(self.path, known.found.plan)
+                call.begin_block(block, known.found)
+                return block, args, own
         leaves, form = leaves_and_form((args, kwargs))
         rule = rules.find(form, args, kwargs)
         if rule.plan is None:
             return None, args, kwargs
         block = BlockCall(self.path, rule.plan)
         own_leaves = call.own_leaves(block, rule, leaves)
-        self._known = None if block.runs is None else KnownArguments.of(block.runs, leaves, args, kwargs)
+        assert block.runs is not None, "it has begun"
+        self._known = KnownArguments.of(block.runs, leaves, args, kwargs, splits_text=splits_text)
         return block, *with_leaves(form, own_leaves)
 
     def _run(self, call: TokenCall, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -48,24 +48,33 @@ class _Others(NamedTuple):
 class KnownArguments:
     """Keyword arguments of a block, of which those that say how tokens are split come from a block before.
 
-    `found`: where tokens are in such a call.
+    `found`: where tokens are in such a call. `splits_text`: whether it is one in which text is split, if there is any.
     """
 
-    def __init__(self, found: BlockRuns, kwargs: dict[str, Any], known: Sequence[_Tokens | _Others]) -> None:
-        self.found, self._names, self._kinds = found, (*kwargs,), (*map(type, kwargs.values()),)
+    def __init__(
+        self, found: BlockRuns, kwargs: dict[str, Any], known: Sequence[_Tokens | _Others], *, splits_text: bool
+    ) -> None:
+        self.found, self.splits_text = found, splits_text
+        self._names, self._kinds = (*kwargs,), (*map(type, kwargs.values()),)
         self._tokens = tuple(each for each in known if isinstance(each, _Tokens))
         self._others = tuple(each for each in known if isinstance(each, _Others))
 
     @classmethod
     def of(
-        cls, found: BlockRuns, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        cls,
+        found: BlockRuns,
+        leaves: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        splits_text: bool,
     ) -> "KnownArguments | None":
         """Return what a call like this one has; None where each of its calls has to be looked at.
 
         `leaves`: those of the arguments, see `leaves_and_form`.
         """
         rule = found.rule
-        if args or rule.has_numbers or not _says_ranges(rule, leaves):
+        if args or rule.has_numbers or not _says_ranges(rule, leaves, splits_text=splits_text):
             return None
         known, number = list[_Tokens | _Others](), 0
         for name, x in kwargs.items():
@@ -74,7 +83,7 @@ class KnownArguments:
                 return None
             known.append(each)
             number += len(each.items) if isinstance(each, _Others) else 1
-        return cls(found, kwargs, known)
+        return cls(found, kwargs, known, splits_text=splits_text)
 
     def own(self, kwargs: dict[str, Any], cut: Cut) -> dict[str, Any] | None:
         """Return the arguments of a call with our tokens only; None where it is not like this one."""
@@ -95,12 +104,18 @@ class KnownArguments:
         return own
 
 
-def _says_ranges(rule: ArgumentRule, leaves: Sequence[Any]) -> bool:
+def _says_ranges(rule: ArgumentRule, leaves: Sequence[Any], *, splits_text: bool) -> bool:
     """Whether local tokens say how tokens are split, and those of a text: nothing is computed of whole arguments."""
-    local = {number: x.source.runs for number, x in enumerate(leaves) if isinstance(x, LocalTokens)}
-    if not any(number in local and local[number][0].rows == rows for number, rows in rule.inputs):
+    for number, rows in rule.inputs:
+        x = leaves[number]
+        if type(x) is LocalTokens and x.source.runs[0].rows == rows:
+            break
+    else:
         return False
-    return all(number in local and any(run.rows == rows for run in local[number]) for number, rows in rule.text[:1])
+    for number, rows in rule.text[:splits_text]:
+        x = leaves[number]
+        return type(x) is LocalTokens and any(run.rows == rows for run in x.source.runs)
+    return True
 
 
 def _known(name: str, x: Any, number: int, found: BlockRuns) -> _Tokens | _Others | None:

@@ -179,9 +179,10 @@ class TokenCall:
         if x.is_inference():  # it has no version counter that would show a change in place
             return cut_runs(x, runs)
         known = self._cuts.get(id(x))
-        if known is None or not known.is_of(x, runs):
-            known = self._cuts[id(x)] = _CutArgument(x, runs)
-        return known.own
+        if known is not None and known.whole() is x and known.facts == (x._version, runs):
+            return known.own
+        found = self._cuts[id(x)] = _CutArgument(x, runs)
+        return found.own
 
     def _gathered(self, own: Tensor, source: TokenSource) -> Tensor:
         """Return a tensor with the tokens of all ranks. Raises UnsupportedModel, ExchangeError."""
@@ -195,15 +196,14 @@ class TokenCall:
 
 
 class _CutArgument:
-    """Our tokens `own` of a whole argument of several blocks, while it is the same and unchanged."""
+    """Our tokens `own` of a `whole` argument of several blocks, of use while that is the same and unchanged.
+
+    `facts`: its version, and how it was cut.
+    """
 
     def __init__(self, x: Tensor, runs: Runs) -> None:
-        self._whole, self._facts = weakref.ref(x), (x._version, runs)
+        self.whole, self.facts = weakref.ref(x), (x._version, runs)
         self.own = cut_runs(x, runs)
-
-    def is_of(self, x: Tensor, runs: Runs) -> bool:
-        """Whether it was cut from x as it is now, in this way."""
-        return self._whole() is x and self._facts == (x._version, runs)
 
 
 class _WatchedFunctions(TorchFunctionMode):
