@@ -63,7 +63,7 @@ class AllToAllLayout(NamedTuple):
 @lru_cache(maxsize=LAYOUTS_KEPT)
 def all_to_all_layout(axis: Axis, own: tuple[int, ...], into: tuple[int, ...], dtype: torch.dtype) -> AllToAllLayout:
     """Return the layout of an exchange of flat parts of `own` and `into` elements."""
-    expected = [(axis.ranks[other], TensorSpec((into[other],), dtype)) for other in axis.others]
+    expected = [(axis.ranks[other], TensorSpec((into[other],), dtype)) for other in axis.others if into[other]]
     sent = sum(own[other] for other in axis.others) * dtype.itemsize
     incoming = tuple(Incoming(rank, (spec,)) for rank, spec in expected)
     return AllToAllLayout(incoming, sent, sum(spec.num_bytes for _, spec in expected))

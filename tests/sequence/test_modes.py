@@ -22,8 +22,8 @@ from patchpar.plan.attention_mode import ALGORITHMS, AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention import ring
 from patchpar.shard.attention.dispatch import MODES, attend_together, on_link_of
+from patchpar.shard.attention.head_exchange import split_heads
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.attention.ulysses import split_heads
 from tests.unit.threads import on_threads
 
 WIDTH, BATCH = 16, 2

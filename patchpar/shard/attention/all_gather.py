@@ -35,7 +35,7 @@ def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -
 
 def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
     """Return views [B, N, l, D] of packed tensors with so many heads."""
-    return list(packed.permute(1, 2, 0, 3).split_with_sizes(list(heads), 1))
+    return list(packed.permute(1, 2, 0, 3).split_with_sizes(heads, 1))
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

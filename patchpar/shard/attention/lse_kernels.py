@@ -107,15 +107,20 @@ def attend_by(
     kernel: LseKernel, q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Return what this kernel returns: `attend_with_lse` chooses it."""
-    scale = q_BNlD.shape[3] ** -0.5 if scale is None else scale  # of the head as it was before it is padded
+    _, heads, queries, head = q_BNlD.shape
     width = v_BMkE.shape[3]
-    if not kernel.reuses_keys:
-        k_BMkD, v_BMkE = (expand_heads(x, q_BNlD.shape[1]) for x in (k_BMkD, v_BMkE))
-    q_BNlD, k_BMkD, v_BMkE = (_padded(x, kernel.multiple) for x in (q_BNlD, k_BMkD, v_BMkE))
+    scale = head**-0.5 if scale is None else scale  # of the head as it was before it is padded
+    if not kernel.reuses_keys and k_BMkD.shape[1] != heads:
+        k_BMkD, v_BMkE = expand_heads(k_BMkD, heads), expand_heads(v_BMkE, heads)
+    if head % kernel.multiple or width % kernel.multiple:
+        q_BNlD, k_BMkD, v_BMkE = (_padded(x, kernel.multiple) for x in (q_BNlD, k_BMkD, v_BMkE))
     if bias is not None:
         bias = bias.to(q_BNlD.dtype).expand(*bias.shape[:-1], k_BMkD.shape[2])
     out_BNlE, lse_BNl = kernel.run(q_BNlD, k_BMkD, v_BMkE, bias, scale)
-    return _cut(out_BNlE, 3, width), _cut(lse_BNl, 2, q_BNlD.shape[2])
+    return (
+        out_BNlE if out_BNlE.shape[3] == width else out_BNlE.narrow(3, 0, width),
+        lse_BNl if lse_BNl.shape[2] == queries else lse_BNl.narrow(2, 0, queries),
+    )
 
 
 def expand_heads(x_BMkD: Tensor, heads: int) -> Tensor:
@@ -130,11 +135,6 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def _cut(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x without what a kernel pads."""
-    return x if x.shape[dim] == size else x.narrow(dim, 0, size)
-
-
 def _whole_size(bias: Tensor, q_BNlD: Tensor, k_BNkD: Tensor) -> Tensor:
     """Return a view of the bias [B, N, l, k]."""
     return bias.expand(*q_BNlD.shape[:3], k_BNkD.shape[2])
@@ -142,6 +142,8 @@ def _whole_size(bias: Tensor, q_BNlD: Tensor, k_BNkD: Tensor) -> Tensor:
 
 def _on_cpu(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Half precision in fp32, as fast on a CPU: parts that are merged would each be rounded by the kernel besides."""
+    if q_BNlD.dtype == torch.float32:
+        return _flash_for_cpus(q_BNlD, k_BNkD, v_BNkE, bias, scale)
     bias = None if bias is None else wide(bias)
     out_BNlE, lse_BNl = _flash_for_cpus(wide(q_BNlD), wide(k_BNkD), wide(v_BNkE), bias, scale)
     return out_BNlE.to(q_BNlD.dtype), lse_BNl
@@ -151,20 +153,18 @@ def _flash_for_cpus(
     q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     mask = None if bias is None else _whole_size(bias, q_BNlD, k_BNkD)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_BNlD, k_BNkD, v_BNkE, attn_mask=mask, scale=scale
-    )
+    found = torch._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkE, attn_mask=mask, scale=scale)
     return found[0], found[1]
 
 
 def _cudnn(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q_BNlD, k_BMkD, v_BMkE, bias, True, scale=scale)
+    found = torch._scaled_dot_product_cudnn_attention(q_BNlD, k_BMkD, v_BMkE, bias, True, scale=scale)
     return found[0], found[1].flatten(2)  # [B, N, l, 1]; of torch 2.6 [B, N, l]
 
 
 def _flash(q_BNlD: Tensor, k_BMkD: Tensor, v_BMkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     assert bias is None, "flash attention takes no bias"
-    found = torch.ops.aten._scaled_dot_product_flash_attention(q_BNlD, k_BMkD, v_BMkE, scale=scale)
+    found = torch._scaled_dot_product_flash_attention(q_BNlD, k_BMkD, v_BMkE, scale=scale)
     return found[0], found[1]
 
 
@@ -173,7 +173,7 @@ def _efficient(
 ) -> tuple[Tensor, Tensor]:
     """The log-sum-exp [B, N, l'] is padded to a multiple of 32 queries."""
     mask = None if bias is None else _whole_size(_aligned(bias), q_BNlD, k_BNkD)
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(q_BNlD, k_BNkD, v_BNkE, mask, True, scale=scale)
+    found = torch._scaled_dot_product_efficient_attention(q_BNlD, k_BNkD, v_BNkE, mask, True, scale=scale)
     return found[0], found[1]
 
 

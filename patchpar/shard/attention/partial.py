@@ -68,7 +68,9 @@ def attend_locally(
 
 def attend_own(shared: ShardedQKV) -> Partial:
     """Return attention of all this rank's queries [B, N, c + l, D] to the common keys and its own."""
-    bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.group_rank)])
+    bias = None
+    if shared.mask is not None:
+        bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.group_rank)])
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
@@ -77,7 +79,7 @@ def attend_others(shared: ShardedQKV, group_rank: int, stacked: Tensor) -> Parti
 
     `stacked`: its keys and values [2, B, M, k, D].
     """
-    bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
+    bias = None if shared.mask is None else shared.bias(shared.own_rows, [shared.span(group_rank)])
     k_BMkD, v_BMkD = stacked.unbind()
     return attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 

@@ -3,18 +3,22 @@
     one way      N-1 rounds, each rank sends on what it received
     both ways    N/2 rounds: keys and values go half-way round in each direction and use both directions of a link
 
-The next round is sent while this round's keys are attended to.
+The next round is sent while this round's keys are attended to. Where ranks have operations of all of them, a round of
+the ring one way is one, in which each rank sends to one other: messages of their own take longer to begin.
 
 sent by each rank       2 (N-1)/N of the sequence, to the neighbours
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Messages, Outgoing, Work
+from patchpar.comm.exchange_part import collectives_of
+from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
@@ -29,6 +33,8 @@ class RingShift(NamedTuple):
 
 def attend_in_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
+    if collectives_of(comm.transport, axis.ranks) is not None:
+        return merge_partials(_in_rounds(comm, axis, where, shared)).out_BNlD
     return _attend(comm, axis, where, shared, [RingShift(1, axis.size - 1)])
 
 
@@ -36,6 +42,48 @@ def attend_both_ways(comm: Communicator, axis: Axis, where: str, shared: Sharded
     """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     streams = [RingShift(1, axis.size // 2), RingShift(-1, (axis.size - 1) // 2)]
     return _attend(comm, axis, where, shared, streams)
+
+
+class _Round(NamedTuple):
+    """A round of the ring one way: elements sent to each rank and received from each, keys and values of `owner`."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    owner: int
+
+
+@lru_cache(maxsize=1024)  # every attention layer asks, in every call
+def _rounds(axis: Axis, sizes: tuple[int, ...], token: int) -> tuple[_Round, ...]:
+    """Return all rounds of ranks with so many tokens, of `token` elements each."""
+
+    def part(peer: int, owner: int) -> tuple[int, ...]:
+        return tuple(sizes[owner] * token if p == peer % axis.size else 0 for p in range(axis.size))
+
+    owners = [(axis.rank - step) % axis.size for step in range(axis.size)]
+    return tuple(
+        _Round(part(axis.rank + 1, before), part(axis.rank - 1, owner), owner) for before, owner in pairwise(owners)
+    )
+
+
+def _in_rounds(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Iterator[Partial]:
+    """Yield attention to this rank's keys, and to those of each round of the ring one way. Raises ExchangeError."""
+    batch, heads, _, width = shared.k_BMlD.shape
+    rounds = _rounds(axis, shared.sizes, 2 * batch * heads * width)
+    own = shared.stacked_keys()
+    pending = _shift(comm, axis, where, own, rounds[0]) if rounds else None
+    yield attend_own(shared)
+    for number, (_, _, owner) in enumerate(rounds, 1):
+        assert pending is not None
+        held = pending.wait()
+        if number < len(rounds):
+            pending = _shift(comm, axis, where, held, rounds[number])
+        yield attend_others(shared, owner, held.view(2, batch, heads, shared.sizes[owner], width))
+
+
+def _shift(comm: Communicator, axis: Axis, where: str, held: Tensor, turn: _Round) -> Work[Tensor]:
+    """Start a round: send on what is `held`, of any shape. The result of the Work: keys and values [elements]."""
+    received = FlatParts(held.new_empty(sum(turn.received)), turn.received)
+    return comm.all_to_all(axis, "kv", where, FlatParts(held.view(-1), turn.sent), received)
 
 
 def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:

@@ -16,8 +16,9 @@ from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TextPlan, TokenPlan, TokenRows
 
 NO_TEXT = TextPlan(inputs={}, attentions=(), outputs={})
-_PLAIN: tuple[type, ...] = (int, float, str, bool, type(None))
-_LEAVES = (Tensor, *_PLAIN)
+PLAIN: tuple[type, ...] = (int, float, str, bool, type(None))
+"""Types of leaves that are no tensors."""
+_LEAVES = (Tensor, *PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _form_of(tree: Any, leaves: list[Any]) -> Any:
         if kind is Tensor or kind is LocalTokens:
             leaves.append(each)
             form.append((each if kind is Tensor else each.own).ndim)
-        elif kind in _PLAIN:
+        elif kind in PLAIN:
             leaves.append(each)
             form.append(kind)
         else:

@@ -15,11 +15,12 @@ class BlockRuns:
     """Where tokens of `ranges`, and of `text` if that is split too, are in a block that is called by `rule`.
 
     `inputs` and `outputs`: the runs in each argument and output that has some, by number. `attentions`: where each run
-    is in each attention call.
+    is in each attention call. `text_name`: of the ranges of the text.
     """
 
     def __init__(self, plan: BlockPlan, rule: ArgumentRule, ranges: TokenRanges, text: TokenRanges | None) -> None:
-        self.rule, self.ranges, self.text = rule, ranges, text
+        self.plan, self.rule, self.ranges, self.text = plan, rule, ranges, text
+        self.text_name = f"{plan.name}, text"
         outputs = {} if plan.text is None else plan.text.outputs
         self.inputs = self._runs(dict(rule.inputs), dict(rule.text))
         self.outputs = {number: runs for number, runs in self._runs(plan.outputs, outputs).items() if runs}
@@ -64,6 +65,7 @@ class BlockCall:
 
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
+        self.runs: BlockRuns | None = None
         self.ranges = NO_RANGES
         self.text: TokenRanges | None = None
         self.outputs: dict[int, Runs] = {}
@@ -73,7 +75,7 @@ class BlockCall:
 
     def begin(self, runs: BlockRuns) -> None:
         """Begin with tokens that lie so."""
-        self.ranges, self.text = runs.ranges, runs.text
+        self.runs, self.ranges, self.text = runs, runs.ranges, runs.text
         self.outputs, self.attention_runs = runs.outputs, runs.attentions
 
     def part_at(self, path: str) -> Replicated | None:

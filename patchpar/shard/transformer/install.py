@@ -25,6 +25,7 @@ from patchpar.shard.processor_call import looks_up_signatures, without_signature
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
+from patchpar.shard.transformer.known_arguments import KnownArguments
 from patchpar.shard.transformer.local_tokens import all_whole
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.replicate import own_of, with_all_tokens
@@ -122,6 +123,7 @@ class _BlockHook(_ShardHook):
     def __init__(self, shard: TransformerSharder, path: str, module: nn.Module) -> None:
         super().__init__(shard, path)
         self.rules = ArgumentRules(shard.plan, path, module) if path in shard.plan.paths else None
+        self._known: KnownArguments | None = None  # of the last call
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the block's forward."""
@@ -131,17 +133,35 @@ class _BlockHook(_ShardHook):
         if call is None:
             return forward(*args, **kwargs)
         if not call.inside and self.rules is not None:
-            leaves, form = leaves_and_form((args, kwargs))
-            rule = self.rules.find(form, args, kwargs)
-            if rule.plan is not None:
-                block = BlockCall(self.path, rule.plan)
-                args, kwargs = with_leaves(form, call.own_leaves(block, rule, leaves))
+            block, args, kwargs = self._begun(call, self.rules, args, kwargs)
+            if block is not None:
                 return self._run(call, block, forward, args, kwargs)
         args, kwargs = all_whole((args, kwargs))  # once, rather than queries, keys and values
         if self.compiled is None:
             return forward(*args, **kwargs)
         with attention_traced(call.attend):
             return forward(*args, **kwargs)
+
+    def _begun(
+        self, call: TokenCall, rules: ArgumentRules, args: Any, kwargs: Any
+    ) -> tuple[BlockCall | None, Any, Any]:
+        """Return the begun call of the block, and its arguments for our tokens; None where it is not split."""
+        known, splits_text = self._known, call.split.text
+        if known is not None and not args and known.splits_text == splits_text:
+            own = known.own(kwargs, call.cut)
+            if own is not None:
+                block = BlockCall(self.path, known.found.plan)
+                call.begin_block(block, known.found)
+                return block, args, own
+        leaves, form = leaves_and_form((args, kwargs))
+        rule = rules.find(form, args, kwargs)
+        if rule.plan is None:
+            return None, args, kwargs
+        block = BlockCall(self.path, rule.plan)
+        own_leaves = call.own_leaves(block, rule, leaves)
+        assert block.runs is not None, "it has begun"
+        self._known = KnownArguments.of(block.runs, leaves, args, kwargs, splits_text=splits_text)
+        return block, *with_leaves(form, own_leaves)
 
     def _run(self, call: TokenCall, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.compiled is not None and (block.plan.mixing is not None or block.plan.replicated):

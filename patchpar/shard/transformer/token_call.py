@@ -17,7 +17,7 @@ from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lays, with_attention
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
-from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
+from patchpar.shard.transformer.block_call import BlockCall, BlockRuns, KnownRuns
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.replicate import attend_by_heads
 from patchpar.shard.transformer.split_tokens import SplitTokens
@@ -80,12 +80,19 @@ class TokenCall:
             return func(*args, **kwargs)
         return convolve_rows(self.split, f"{block.path} convolution {number}", block.ranges, convolution)
 
+    def begin_block(self, block: BlockCall, found: BlockRuns) -> None:
+        """Begin a block with tokens that lie so."""
+        block.begin(found)
+        self.ranges[block.plan.name] = found.ranges
+        if found.text is not None:
+            self.ranges[found.text_name] = found.text
+
     def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
-        """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
-        ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
+        """Begin a block; return its arguments for our tokens. Raises PlanError, UnsupportedModel."""
+        ranges = self._ranges(block, rule, leaves)
         text = self._text_ranges(rule, leaves, ranges) if rule.text else None
         found = self.runs.of(block.plan, rule, ranges, text)
-        block.begin(found)
+        self.begin_block(block, found)
         runs = found.inputs
         own = list(leaves)
         for number, leaf in enumerate(leaves):
@@ -94,9 +101,7 @@ class TokenCall:
                 is_as_wanted = leaf.gathered is None and leaf.source.runs is wanted  # nearly always
                 own[number] = leaf.own if is_as_wanted else self._own(leaf, wanted)
             elif wanted and isinstance(leaf, Tensor):
-                own[number] = self._cut(leaf, wanted)
-        if block.text is not None:
-            self.ranges[f"{block.plan.name}, text"] = block.text
+                own[number] = self.cut(leaf, wanted)
         if rule.has_numbers:
             self._change_numbers(block, rule, own)
         return own
@@ -120,8 +125,12 @@ class TokenCall:
             output = self._run(block, forward, args, kwargs, traced=traced)
         finally:
             self.block = None
-        if type(output) is tuple and {*map(type, output)} == {Tensor}:  # as nearly always: its leaves are its items
-            return tuple(self._with_sources(block, list(output)))
+        if type(output) is tuple:  # of tensors, as nearly always: its leaves are its items
+            for x in output:
+                if type(x) is not Tensor:
+                    break
+            else:
+                return tuple(self._with_sources(block, list(output)))
         leaves, form = leaves_and_form(output)
         return with_leaves(form, self._with_sources(block, leaves))
 
@@ -163,16 +172,17 @@ class TokenCall:
         """Return an output of another block with our tokens only of the `runs` in it."""
         if x.gathered is None and x.source.runs == runs:
             return x.own
-        return self._cut(x.whole(), runs) if runs else x.whole()
+        return self.cut(x.whole(), runs) if runs else x.whole()
 
-    def _cut(self, x: Tensor, runs: Runs) -> Tensor:
+    def cut(self, x: Tensor, runs: Runs) -> Tensor:
         """Return a whole argument with our tokens only, and everything around the tokens."""
         if x.is_inference():  # it has no version counter that would show a change in place
             return cut_runs(x, runs)
         known = self._cuts.get(id(x))
-        if known is None or not known.is_of(x, runs):
-            known = self._cuts[id(x)] = _CutArgument(x, runs)
-        return known.own
+        if known is not None and known.whole() is x and known.facts == (x._version, runs):
+            return known.own
+        found = self._cuts[id(x)] = _CutArgument(x, runs)
+        return found.own
 
     def _gathered(self, own: Tensor, source: TokenSource) -> Tensor:
         """Return a tensor with the tokens of all ranks. Raises UnsupportedModel, ExchangeError."""
@@ -186,15 +196,14 @@ class TokenCall:
 
 
 class _CutArgument:
-    """Our tokens `own` of a whole argument of several blocks, while it is the same and unchanged."""
+    """Our tokens `own` of a `whole` argument of several blocks, of use while that is the same and unchanged.
+
+    `facts`: its version, and how it was cut.
+    """
 
     def __init__(self, x: Tensor, runs: Runs) -> None:
-        self._whole, self._facts = weakref.ref(x), (x._version, runs)
+        self.whole, self.facts = weakref.ref(x), (x._version, runs)
         self.own = cut_runs(x, runs)
-
-    def is_of(self, x: Tensor, runs: Runs) -> bool:
-        """Whether it was cut from x as it is now, in this way."""
-        return self._whole() is x and self._facts == (x._version, runs)
 
 
 class _WatchedFunctions(TorchFunctionMode):

@@ -19,8 +19,8 @@ from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import PlanError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.head_exchange import HeadAssignment, head_exchange, split_heads
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.attention.ulysses import HeadAssignment, heads_to_tokens, split_heads, tokens_to_heads
 
 See = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of all tokens of some heads: queries, keys, values and output [B, L, n, d]."""
@@ -66,12 +66,12 @@ class ShardedFrames:
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
         """Return `see` of our tokens [B, l, N, d], called with all tokens of our heads. Raises ExchangeError."""
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
-        split = split_heads(q.shape[1], k.shape[1], self.axis.size)
+        exchange = head_exchange(self.axis, self.sizes, (q.shape[0], q.shape[1], q.shape[3]), k.shape[1])
         asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, group_rank=self.axis.rank)
-        ours = tokens_to_heads(self.comm, self.axis, where, asked, split, self.sizes)
-        seen = (self._by_frame(x, 2).transpose(1, 2) for x in (ours.q_BNlD, ours.k_BMlD, ours.v_BMlD))
+        ours = exchange.to_heads(self.comm, where, asked[:3])
+        seen = (self._by_frame(x, 2).transpose(1, 2) for x in ours)
         out_BnLd = self._by_rank(see(*seen).transpose(1, 2), 2)
-        return heads_to_tokens(self.comm, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
+        return exchange.to_tokens(self.comm, where, out_BnLd).transpose(1, 2)
 
     def _by_frame(self, x: Tensor, dim: int) -> Tensor:
         """Reorder tokens from rank by rank to frame by frame."""
