@@ -21,6 +21,7 @@ from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
 from patchpar.shard.weights.in_place import BlockInParts
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
+from patchpar.shard.weights.placed import PlacedBlock
 
 KIND = "weights"  # of all gathers, in statistics
 
@@ -112,12 +113,10 @@ class BlockStore(ABC):
         All that can be computed beforehand is: it runs in every block, and on a GPU takes time of the host.
         """
 
-    def views(self, index: int, slot: Tensor) -> list[Tensor]:
-        """Return tensors like a block's, of any shape, where they are while it is in `slot` [bytes]. After `join`.
-
-        All of them in the slot, unless a store overrides it.
-        """
-        return self._blocks[index].views(slot)
+    def placed(self, index: int, slot: Tensor) -> PlacedBlock:
+        """Return where a block's parameters are while it is in `slot` [bytes]: before `join` all of them there."""
+        block = self._blocks[index]
+        return PlacedBlock(block, block.views(slot), slot[: self.rows(block)])
 
     @abstractmethod
     def close(self) -> None:
@@ -204,11 +203,12 @@ class DeviceShards(BlockStore):
         copies = BlockInParts(block, self._parts(index), slot).copies
         return partial(self._gather, KnownRead(known.booked, where, known.ranks, tuple(copies)))
 
-    def views(self, index: int, slot: Tensor) -> list[Tensor]:
-        """See BlockStore: in shards, of any shape, and in `slot` [bytes], where all shards can be mapped."""
+    def placed(self, index: int, slot: Tensor) -> PlacedBlock:
+        """See BlockStore: where all shards can be mapped, most are in these, and few in `slot` [bytes]."""
         if self._segments is None:
-            return super().views(index, slot)
-        return BlockInParts(self._blocks[index], self._parts(index), slot).views
+            return super().placed(index, slot)
+        found = BlockInParts(self._blocks[index], self._parts(index), slot)
+        return PlacedBlock(self._blocks[index], found.views, found.used)
 
     def _parts(self, index: int) -> list[Tensor]:
         """Return the parts [bytes] of a block of all ranks, in memory that is mapped here."""
