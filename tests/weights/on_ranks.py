@@ -166,7 +166,7 @@ def calls_of_a_gather(this: PoolRank, kind: str) -> int:
 
 
 @torch.no_grad()
-def written_in_place(this: PoolRank, kind: str) -> dict[str, Any]:
+def written_outside_slots(this: PoolRank, kind: str) -> dict[str, Any]:
     """A network of which the last rank writes to all weights that are in no slot: whether its calls are others then.
 
     `in_place`: how much of the bytes of all blocks is in no slot.

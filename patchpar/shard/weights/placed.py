@@ -11,9 +11,9 @@ dtype_of = attrgetter("dtype")  # as `Tensor.data_ptr`, it is called for all ten
 
 
 class PlacedBlock:
-    """A block whose parameters use the memory of `views`, tensors like them, once they are `put` there.
+    """A block whose parameters use the memory of `views`, like them of any shape, once they are `put` there.
 
-    `used`: the bytes of a slot among it.
+    `used`: what that takes of a slot, [bytes].
     """
 
     def __init__(self, block: PackedBlock, views: Sequence[Tensor], used: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
 from patchpar.comm.known_exchange import KnownGather, KnownRead, known_gather
-from patchpar.comm.transport import register_memory, shares_memory, unregister_memory
+from patchpar.comm.transport import register_memory, unregister_memory, uses_host_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.remote_errors import say_changes_left
@@ -19,7 +19,7 @@ from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
-from patchpar.shard.weights.in_place import BlockInParts
+from patchpar.shard.weights.mapped_parts import BlockInParts
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 from patchpar.shard.weights.placed import PlacedBlock
 
@@ -184,7 +184,7 @@ class DeviceShards(BlockStore):
     def join(self, comm: Communicator) -> None:
         """See BlockStore."""
         super().join(comm)
-        if self._segment is not None and shares_memory(comm.transport):
+        if self._segment is not None and uses_host_memory(comm.transport):
             register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
             with torch.inference_mode(mode=False):  # weights may be trained in it, or be written to by their network
                 self._segments = segments_of_all(self._segment, (comm, self.axis), own_writes=True)

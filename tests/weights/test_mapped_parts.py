@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.shard.weights.in_place import BlockInParts
+from patchpar.shard.weights.mapped_parts import BlockInParts
 from patchpar.shard.weights.packed import NAN_BYTE, PackedBlock, packed_blocks
 from tests.weights import networks
 
