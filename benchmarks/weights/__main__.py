@@ -3,6 +3,7 @@
     python -m benchmarks.weights --write docs/figures/weights.md
     python -m benchmarks.weights --heads 4 --double 1 --single 20 --ranks 2 --runs 1
     python -m benchmarks.weights --ranks 4 --kind sharded --runs 0       # memory only, 5 GB of it
+    python -m benchmarks.weights --ranks 4 --kind sharded --kind hosted --runs 0 --load float32:bfloat16
 
 A FLUX-type transformer with random weights is saved in bfloat16, or in float32, and loaded by CPU workers in the dtype
 of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_* in

@@ -65,7 +65,8 @@ def page(models: tuple[str, ...], ranks: tuple[int, ...], turns: int) -> Iterato
         "no gather takes longer than the block before it computes, so that by the law for gathers beside the computing "
         "(`beside`: each block or the next gather, whichever is longer) it adds nothing. On a CPU the core that "
         "computes also copies, so that nothing runs beside it: by the law for that (`in turn`) a call takes the sum "
-        "of both. Weights are used where they lie, and what lies in several shards is copied. Processor time: of all ranks together. In brackets: whole weights again, which is 1 but for chance. "
+        "of both. Weights are used where they lie, and what lies in several shards is copied. Processor time: of all "
+        "ranks together. In brackets: whole weights again, which is 1 but for chance. "
         f"Load of the machine at the start: {load:.1f} on {os.cpu_count()} cores. "
         "`python -m benchmarks.weights.slowdown`"
     )

@@ -60,7 +60,7 @@ def known_gather(axis: Axis, kind: str, where: str, own: Tensor, into: Tensor) -
 class KnownRead(NamedTuple):
     """A gather of values of all ranks that this one can read, and that do not change. `booked`: as if they were sent.
 
-    `copies`: pairs of memory to write to and to read, of one shape each; what is used where it lies is in none.
+    `copies`: pairs of memory to write to and to read, of any shape; what is used where it lies is in none.
     """
 
     booked: tuple[str, int, int]
@@ -75,7 +75,7 @@ class KnownRead(NamedTuple):
 
 
 class ReadWork(Work[None]):
-    """Values that are copied when they are waited for."""
+    """Values, of any shape, that are copied when they are waited for: `copies` of a KnownRead."""
 
     def __init__(self, copies: Sequence[tuple[Tensor, Tensor]], where: str) -> None:
         super().__init__((), where)

@@ -198,7 +198,7 @@ def seen_in(name: str) -> CapturedRun:
 def test_most_classes_are_divided() -> None:
     """Which of them, is proved class by class below. Older versions of diffusers have fewer."""
     assert all(name in TRANSFORMERS or name not in dir(diffusers) for name in WHOLE)
-    assert len(TRANSFORMERS.keys() - WHOLE.keys()) >= 53
+    assert len(TRANSFORMERS.keys() - WHOLE.keys()) >= min(58, len(TRANSFORMERS) - 1)
 
 
 @pytest.mark.parametrize("name", first_of(TRANSFORMERS, "FluxTransformer2DModel", "LTXVideoTransformer3DModel"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
 from patchpar.shard.compiled import uncompiled
+from patchpar.shard.weights.host_segment import HostSegment
 from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
@@ -35,13 +37,20 @@ def divided(this: PoolRank, network: nn.Module, kind: str = "sharded", **options
 
 def joined(network: nn.Module, comm: Communicator, axis: Axis, kind: str = "sharded", **options: Any) -> ShardedWeights:
     """`kind`: "sharded apart" and "hosted apart" are those of ranks that cannot map each other's memory."""
-    store = DeviceShards if kind.startswith("sharded") else HostStore
-    weights = ShardedWeights(network, store(axis, comm.transport.device), **options)
-    with pytest.MonkeyPatch.context() as patch:
-        if kind.endswith("apart"):
-            patch.setattr("patchpar.shard.weights.host_segment.opened", lambda address, **options: None)
-        weights.join(comm)
+    store: Any = (DeviceShards if kind.startswith("sharded") else HostStore)(axis, comm.transport.device)
+    weights = ShardedWeights(network, store, **options)
+    if kind.endswith("apart"):  # of this store alone: ranks may be threads
+        (store._segment if isinstance(store, DeviceShards) else store._own).__class__ = SegmentElsewhere
+    weights.join(comm)
     return weights
+
+
+class SegmentElsewhere(HostSegment):
+    """Memory that other ranks take for that of another host."""
+
+    @property
+    def address(self) -> bytes:
+        return json.dumps(["elsewhere", *json.loads(super().address)[1:]]).encode()
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -157,7 +166,7 @@ def calls_of_a_gather(this: PoolRank, kind: str) -> int:
 
 
 @torch.no_grad()
-def written_in_place(this: PoolRank, kind: str) -> dict[str, Any]:
+def written_outside_slots(this: PoolRank, kind: str) -> dict[str, Any]:
     """A network of which the last rank writes to all weights that are in no slot: whether its calls are others then.
 
     `in_place`: how much of the bytes of all blocks is in no slot.

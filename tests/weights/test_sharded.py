@@ -56,11 +56,11 @@ def test_networks_of_diffusers(ranks: Any, name: str) -> None:
 
 
 def test_what_lies_in_one_shard_is_used_there_and_what_is_written_to_it_is_the_ranks_own(ranks: Any) -> None:
-    for rank, found in enumerate(ranks.run(f"{ON_RANKS}:written_in_place", 2, "sharded")):
+    for rank, found in enumerate(ranks.run(f"{ON_RANKS}:written_outside_slots", 2, "sharded")):
         assert found["in place"] > 0.05
         assert found["other"] == bool(rank)
         assert found["stays"], "in the next call, and when weights are whole again"
-    for found in ranks.run(f"{ON_RANKS}:written_in_place", 2, "sharded apart"):
+    for found in ranks.run(f"{ON_RANKS}:written_outside_slots", 2, "sharded apart"):
         assert (found["in place"], found["other"]) == (0, False)
 
 

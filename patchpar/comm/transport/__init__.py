@@ -20,9 +20,9 @@ from patchpar.comm.transport.connect import (
     extend,
     form_groups,
     register_memory,
-    shares_memory,
     transport_of_host,
     unregister_memory,
+    uses_host_memory,
     watched,
 )
 from patchpar.comm.transport.delayed import DelayedTransport
@@ -62,8 +62,8 @@ __all__ = [
     "extend",
     "form_groups",
     "register_memory",
-    "shares_memory",
     "transport_of_host",
     "unregister_memory",
+    "uses_host_memory",
     "watched",
 ]

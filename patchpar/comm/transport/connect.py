@@ -111,7 +111,7 @@ def watched(transport: T, rank: RankContext) -> T:
     return transport
 
 
-def shares_memory(transport: Transport) -> bool:
+def uses_host_memory(transport: Transport) -> bool:
     """Whether ranks of one host exchange through memory that both map. The same on all ranks."""
     return isinstance(transport, SharedMemoryTransport)
 

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 
 
+def aligned(num_bytes: int) -> int:
+    """Return so many bytes with what aligns the next tensor."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def part_bytes(num_bytes: int, num_parts: int) -> int:
     """Return the bytes of each of `num_parts` parts of a block; the last ones may be padding only."""
     return -(-num_bytes // (num_parts * ALIGNMENT)) * ALIGNMENT
@@ -19,13 +24,12 @@ def offsets_in_parts(sizes: Sequence[int], num_parts: int) -> list[int]:
 
     In what is left of a part comes the largest that it has room for, and the smallest of all where it has for none.
     """
-    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    part = part_bytes(sum(aligned), num_parts)
+    part = part_bytes(sum(map(aligned, sizes)), num_parts)
     left = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     offsets, offset = [0] * len(sizes), 0
     while left:
         room = part - offset % part
         index = next((index for index in left if sizes[index] <= room), left[-1])
         left.remove(index)
-        offsets[index], offset = offset, offset + aligned[index]
+        offsets[index], offset = offset, offset + aligned(sizes[index])
     return offsets

@@ -99,7 +99,7 @@ class PackedBlock:
         return max(each.num_bytes for each in self.tensors)
 
     def own_copies(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors like `views` of the block's, in memory of their own; tied ones share it as before."""
+        """Return `views` of the block, of any shape, in memory of their own; tied ones share it as before."""
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(mode=False):  # whose tensors autograd refuses for good
             for each, view in zip(self.tensors, views, strict=True):

@@ -11,10 +11,13 @@ dtype_of = attrgetter("dtype")  # as `Tensor.data_ptr`, it is called for all ten
 
 
 class PlacedBlock:
-    """A block whose parameters use the memory of `views`, tensors like them, once they are `put` there."""
+    """A block whose parameters use the memory of `views`, like them of any shape, once they are `put` there.
 
-    def __init__(self, block: PackedBlock, views: Sequence[Tensor]) -> None:
-        self._block, self.views = block, views
+    `used`: what that takes of a slot, [bytes].
+    """
+
+    def __init__(self, block: PackedBlock, views: Sequence[Tensor], used: Tensor) -> None:
+        self._block, self.views, self.used = block, views, used
         self._tensors = [each.tensor for each in block.tensors]
         self._addresses, self._dtypes = [*map(Tensor.data_ptr, views)], [*map(dtype_of, views)]
         self._has_memory = not any(view.is_meta for view in views)

@@ -80,9 +80,9 @@ class ShardedWeights:
         self._placed: list[PlacedBlock] = []
         self._hooks: dict[int, HookSet] = {}
         store.reserve(self.blocks)
-        for index, block in enumerate(self.blocks):
+        for index in range(len(self.blocks)):
             store.keep(index, copy_memory if copy is None else copy)
-            self._placed.append(PlacedBlock(block, block.views(self._slots[self._slot[index]])))
+            self._placed.append(store.placed(index, self._slots[self._slot[index]]))
             self.into_slot(index)
 
     def join(self, comm: Communicator) -> None:
@@ -92,7 +92,7 @@ class ShardedWeights:
             self.store.join(comm)
             at = [(index, self._slots[slot]) for index, slot in enumerate(self._slot)]
             self._bring = [self.store.bring(index, slot) for index, slot in at]
-            self._placed = [PlacedBlock(self.blocks[index], self.store.views(index, slot)) for index, slot in at]
+            self._placed = [self.store.placed(index, slot) for index, slot in at]
         self.store.comm = comm
 
     @property
@@ -221,7 +221,7 @@ class ShardedWeights:
         if index in self._away:
             views, byte = self._away[index]
             self.blocks[index].point_to(views)
-            self._slots[self._slot[index]].fill_(byte)  # an output may be a view of a weight
+            self._placed[index].used.fill_(byte)  # an output may be a view of a weight
             self._holds[self._slot[index]] = None
         else:
             self._placed[index].put()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
 from patchpar.comm.known_exchange import KnownGather, KnownRead, known_gather
-from patchpar.comm.transport import register_memory, shares_memory, unregister_memory
+from patchpar.comm.transport import register_memory, unregister_memory, uses_host_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.remote_errors import say_changes_left
@@ -19,8 +19,9 @@ from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
 from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
-from patchpar.shard.weights.in_place import BlockInParts
+from patchpar.shard.weights.mapped_parts import BlockInParts
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
+from patchpar.shard.weights.placed import PlacedBlock
 
 KIND = "weights"  # of all gathers, in statistics
 
@@ -112,12 +113,10 @@ class BlockStore(ABC):
         All that can be computed beforehand is: it runs in every block, and on a GPU takes time of the host.
         """
 
-    def views(self, index: int, slot: Tensor) -> list[Tensor]:
-        """Return tensors like a block's, of any shape, where they are while it is in `slot` [bytes]. After `join`.
-
-        All of them in the slot, unless a store overrides it.
-        """
-        return self._blocks[index].views(slot)
+    def placed(self, index: int, slot: Tensor) -> PlacedBlock:
+        """Return where a block's parameters are while it is in `slot` [bytes]: before `join` all of them there."""
+        block = self._blocks[index]
+        return PlacedBlock(block, block.views(slot), slot[: self.rows(block)])
 
     @abstractmethod
     def close(self) -> None:
@@ -185,7 +184,7 @@ class DeviceShards(BlockStore):
     def join(self, comm: Communicator) -> None:
         """See BlockStore."""
         super().join(comm)
-        if self._segment is not None and shares_memory(comm.transport):
+        if self._segment is not None and uses_host_memory(comm.transport):
             register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
             with torch.inference_mode(mode=False):  # weights may be trained in it, or be written to by their network
                 self._segments = segments_of_all(self._segment, (comm, self.axis), own_writes=True)
@@ -204,11 +203,12 @@ class DeviceShards(BlockStore):
         copies = BlockInParts(block, self._parts(index), slot).copies
         return partial(self._gather, KnownRead(known.booked, where, known.ranks, tuple(copies)))
 
-    def views(self, index: int, slot: Tensor) -> list[Tensor]:
-        """See BlockStore: in shards, of any shape, and in `slot` [bytes], where all shards can be mapped."""
+    def placed(self, index: int, slot: Tensor) -> PlacedBlock:
+        """See BlockStore: where all shards can be mapped, most are in these, and few in `slot` [bytes]."""
         if self._segments is None:
-            return super().views(index, slot)
-        return BlockInParts(self._blocks[index], self._parts(index), slot).views
+            return super().placed(index, slot)
+        found = BlockInParts(self._blocks[index], self._parts(index), slot)
+        return PlacedBlock(self._blocks[index], found.views, found.used)
 
     def _parts(self, index: int) -> list[Tensor]:
         """Return the parts [bytes] of a block of all ranks, in memory that is mapped here."""

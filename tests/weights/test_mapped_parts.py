@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.shard.weights.in_place import BlockInParts
+from patchpar.shard.weights.mapped_parts import BlockInParts
 from patchpar.shard.weights.packed import NAN_BYTE, PackedBlock, packed_blocks
 from tests.weights import networks
 
@@ -39,9 +39,11 @@ def test_they_are_the_block(name: str, ranks: int) -> None:
             assert view.stride() == each.stride
             homes = [part for part in parts if lies_in(view, part)]
             in_slot += 0 if homes else each.num_bytes
-            assert len(homes) == (0 if lies_in(view, slot) else 1)
+            assert len(homes) == (0 if lies_in(view, found.used) else 1)
+            assert each.num_bytes == 0 or view.data_ptr() % view.element_size() == 0
         copied = sum(x.numel() for _, x in found.copies)
         assert copied <= in_slot, "tied ones once"
+        assert copied <= found.used.numel() < copied + 64 * (len(found.copies) + 1)
         assert (copied == 0) == (in_slot == 0)
         assert in_slot == 0 or ranks > 1
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from patchpar.shard.weights.offsets import aligned, offsets_in_parts
 from patchpar.shard.weights.packed import PackedBlock, PackedTensor
 
 
@@ -20,13 +21,16 @@ class BlockInParts:
     """A block of which `parts` [bytes] of all ranks lie here; what is in several of them is copied into `slot` [bytes].
 
     `views`: tensors like those of the block, in the memory that they are to use. `copies`: pairs of bytes in the slot
-    and in a part, each [bytes].
+    and in a part, each [bytes]. `used`: the first bytes of the slot, where these tensors lie one after the other.
     """
 
     def __init__(self, block: PackedBlock, parts: Sequence[Tensor], slot: Tensor) -> None:
         self._parts, self._slot, self._size = parts, slot, parts[0].numel()
-        self.views = [self._view(each) for each in block.tensors]
         split = {each.offset: each for each in block.tensors if self._part_of(each) is None}  # tied ones once
+        sizes = [each.num_bytes for each in split.values()]
+        self._offsets = dict(zip(split, offsets_in_parts(sizes, 1), strict=True))
+        self.used = slot[: sum(map(aligned, sizes))]
+        self.views = [self._view(each) for each in block.tensors]
         self.copies = [pair for each in split.values() for pair in self._pairs(each)]
 
     def _part_of(self, packed: PackedTensor) -> int | None:
@@ -37,14 +41,15 @@ class BlockInParts:
     def _view(self, packed: PackedTensor) -> Tensor:
         part = self._part_of(packed)
         if part is None:
-            return packed.view(self._slot)
+            return replace(packed, offset=self._offsets[packed.offset]).view(self._slot)
         return replace(packed, offset=packed.offset - part * self._size).view(self._parts[part])
 
     def _pairs(self, packed: PackedTensor) -> list[tuple[Tensor, Tensor]]:
         found, begin, end = [], packed.offset, packed.offset + packed.num_bytes
+        shift = self._offsets[packed.offset] - packed.offset
         while begin < end:
             part, start = divmod(begin, self._size)
             size = min(self._size - start, end - begin)
-            found.append((self._slot.narrow(0, begin, size), self._parts[part].narrow(0, start, size)))
+            found.append((self._slot.narrow(0, begin + shift, size), self._parts[part].narrow(0, start, size)))
             begin += size
         return found
