@@ -68,7 +68,7 @@ class StreamSession(StreamDriver):
         )
         if self._journal is not None:
             self._journal.note(output, frames)
-        self._outputs.put(chunk)
+        self._put(chunk)
 
     def _held(self, chunk: Chunk) -> Chunk:
         """The last frame of a chunk, to be repeated while no new chunk is ready."""

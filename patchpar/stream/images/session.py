@@ -86,7 +86,7 @@ class ImageSession(BaseSession[ImageResult, int]):
         self._restarts = Restarts(options.restarts)
         self._failure: Exception | None = None
         self._latest = -1  # rank of the last request
-        self._number = self._replaced = 0  # number: of the next push
+        self._number = 0  # of the next push
         self._thread.start()
 
     # --- controls ---------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class ImageSession(BaseSession[ImageResult, int]):
             self._check_running()
             for request in self._waiting:  # none where the intake is "all"
                 del self._pushed[request.number]
-                self._replaced += 1
+                self.dropped += 1
             self._waiting.clear()
             number, self._number = self._number, self._number + 1
             self._pushed[number] = time.perf_counter()
@@ -140,11 +140,6 @@ class ImageSession(BaseSession[ImageResult, int]):
             return self._number
 
     @property
-    def dropped(self) -> int:
-        """Frames that a newer one has replaced, and images dropped for a slow consumer or flushed."""
-        return self._replaced + super().dropped
-
-    @property
     def _takes_no_more(self) -> bool:
         return self._is_stopping or self.is_over
 
@@ -155,7 +150,7 @@ class ImageSession(BaseSession[ImageResult, int]):
     def _is_full(self) -> bool:
         """Wait until an image can be pushed, or one that is ready has to be taken first; returns whether it has to."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._outputs) or not self._waiting or self.is_over)
+            self._changed.wait_for(lambda: self._items or not self._waiting or self.is_over)
             return bool(self._waiting) and not self.is_over
 
     def _wait_for_room(self) -> None:
@@ -233,7 +228,7 @@ class ImageSession(BaseSession[ImageResult, int]):
                 self._generated[event.number] = event.image
                 for number in [*takewhile(self._generated.__contains__, self._pushed)]:
                     image, latency = self._generated.pop(number), time.perf_counter() - self._pushed.pop(number)
-                    self._outputs.put(ImageResult(number=number, image=image, latency=latency))
+                    self._put(ImageResult(number=number, image=image, latency=latency))
                 self._order()
                 self._changed.notify_all()
 
