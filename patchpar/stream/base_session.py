@@ -26,24 +26,6 @@ E = TypeVar("E")
 S = TypeVar("S", bound="Closing")
 
 
-class Restarts:
-    """At most `count` restarts within RENEWED seconds."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._taken: deque[float] = deque()
-
-    def take(self) -> bool:
-        """Take one of the restarts that are left; False if there is none."""
-        now = time.monotonic()
-        while self._taken and self._taken[0] < now - RENEWED:
-            self._taken.popleft()
-        if len(self._taken) >= self._count:
-            return False
-        self._taken.append(now)
-        return True
-
-
 class Closing(ABC):
     """Closed at the end of its `with` block, plain or async."""
 
@@ -71,14 +53,15 @@ class BaseSession(Closing, Generic[T, E]):
     may have begun and not been taken; `in_flight`: those that have. `status`: its state; "degraded": a worker has died,
     and the stream is being resumed. `output`: of items that are ready, "block" keeps all; "drop_oldest" keeps the
     newest `room`; "skip_to_live" keeps as many, and iteration takes the newest only. `dropped`: items dropped so, or
-    flushed, and frames that a newer one has replaced. `_changed` guards the state, and is notified of every change;
-    most methods with a leading underscore are called while it is held. Raises PlanError.
+    flushed, and frames that a newer one has replaced. `restarts`: at most so many within RENEWED seconds. `_changed`
+    guards the state, and is notified of every change; most methods with a leading underscore are called while it is
+    held. Raises PlanError.
     """
 
     _patience: float | None = None
     """Seconds to wait for an item before `_on_timeout` is called."""
 
-    def __init__(self, credit: int, output: Output, room: int) -> None:
+    def __init__(self, credit: int, output: Output, room: int, restarts: int) -> None:
         if not is_whole(credit):
             raise PlanError(f"credit={credit!r}: it must be at least 1 block")
         self._changed = threading.Condition(threading.RLock())
@@ -86,6 +69,7 @@ class BaseSession(Closing, Generic[T, E]):
         self._items = deque[T]()
         self._output, self._room, self._credit = output, room, credit
         self.in_flight = self.dropped = 0
+        self._restarts, self._restarted = restarts, deque[float]()
         self.status: Status = "running"
         self._error: Exception | None = None
         self._send: SendToRank | None = None
@@ -238,6 +222,16 @@ class BaseSession(Closing, Generic[T, E]):
                 self._order_cancel()
             else:
                 self._order()
+
+    def _take_restart(self) -> bool:
+        """Take one of the restarts that are left; False if there is none."""
+        now = time.monotonic()
+        while self._restarted and self._restarted[0] < now - RENEWED:
+            self._restarted.popleft()
+        if len(self._restarted) >= self._restarts:
+            return False
+        self._restarted.append(now)
+        return True
 
     def _note_recovery(self) -> None:
         """An output has come: a stream that was being resumed goes on."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.audio.track import AudioSource
-from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
@@ -97,7 +97,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         blocks: int | None = None,
     ) -> None:
         self._current, *later = (replace(run, keep=credit + 1) for run in runs)
-        super().__init__(credit, delivery.output, delivery.lead)
+        super().__init__(credit, delivery.output, delivery.lead, delivery.restarts)
         self._run, self._later, self._blocks, self._track = run, deque(later), blocks, track
         self._format, self._delivery, self._frames = form, delivery, frames
         self._patience = delivery.hold
@@ -111,7 +111,6 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         self._next = 0
         self._timer: threading.Timer | None = None
         self._source_error: Exception | None = None
-        self._restarts = Restarts(delivery.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def _start(self, changes: Iterable[tuple[int, Update]]) -> None:
@@ -272,7 +271,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         return is_last or any(source.is_over(block) for source in sources)
 
     def _resumed(self, error: Exception) -> StreamRun | None:
-        if self.status == "cancelled" or not isinstance(error, LOST) or not self._restarts.take():
+        if self.status == "cancelled" or not isinstance(error, LOST) or not self._take_restart():
             self._end(error)
             return None
         self._epoch += 1

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
-from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Output, check_output
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 
@@ -74,7 +74,7 @@ class ImageSession(BaseSession[ImageResult, int]):
     """
 
     def __init__(self, run: Callable[..., Any], options: ImageStreamOptions, arguments: Mapping[str, Any]) -> None:
-        super().__init__(options.ranks + options.lead, options.output, options.lead)
+        super().__init__(options.ranks + options.lead, options.output, options.lead, options.restarts)
         self._run, self._options, self._arguments = run, options, dict(arguments)
         self._waiting: deque[ImageRequest] = deque()
         self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
@@ -83,7 +83,6 @@ class ImageSession(BaseSession[ImageResult, int]):
         self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
         self._left_over: deque[ImageRequest] = deque()  # of ranks that have died
         self._deaths: dict[int, int] = dict.fromkeys(range(options.ranks), 0)  # since their last image
-        self._restarts = Restarts(options.restarts)
         self._failure: Exception | None = None
         self._latest = -1  # rank of the last request
         self._number = 0  # of the next push
@@ -203,7 +202,7 @@ class ImageSession(BaseSession[ImageResult, int]):
                 "rank %d of this stream has failed; it continues with %d ranks: %s", rank, len(self._todo), error
             )
             return False
-        if is_given_up or not self._restarts.take():
+        if is_given_up or not self._take_restart():
             self._failure = error
             self._order_cancel()
             return False
