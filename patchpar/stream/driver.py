@@ -11,7 +11,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -40,17 +40,6 @@ from patchpar.stream.video_source import NO_FRAMES, FrameSources
 Run = Callable[..., list[Any]]
 MAX_UPDATES = 1000
 """Changes that may wait for their blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputBlock:
-    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
-
-    produced: ProducedBlock
-    begun: BeginBlock
-    samples: Tensor | None
-    run: StreamRun
-    epoch: int
 
 
 SINK = "sink"
@@ -152,8 +141,8 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         return Effect(block=number, seconds=self._format.seconds(number))
 
     @abstractmethod
-    def _deliver(self, output: OutputBlock) -> None:
-        """Take a finished block. Under the lock."""
+    def _deliver(self, produced: ProducedBlock, begun: BeginBlock, samples: Tensor | None) -> None:
+        """Take a finished block, with its order and its audio [N] or None. Under the lock."""
 
     def _order_cancel(self) -> None:
         """Ranks finish their current step and compute nothing further."""
@@ -202,8 +191,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         if produced.sink is not None:
             self._known[SINK], self._has_sink = Reference(latents=produced.sink), True
         self._note_recovery()
-        output = OutputBlock(produced=produced, begun=begun, samples=samples, run=self._current, epoch=self._epoch)
-        self._deliver(output)
+        self._deliver(produced, begun, samples)
 
     def _note_lost(self, lost: LostStage) -> None:
         """The first stage goes on without its state: it gets the conditions again with its next order."""

@@ -25,7 +25,6 @@ from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
-from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -389,7 +388,8 @@ def test_a_new_decoder_s_first_frame_is_shown_twice() -> None:
     """It gives one for its first latent frame, in the place of two."""
     stream, frames = session(Ranks()), torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 8, 12, 3)
     produced, begun = ProducedBlock(block=2, frames=frames, seconds=0.1, sink=None), BeginBlock(inputs=(), updates=())
-    stream._deliver(OutputBlock(produced=produced, begun=begun, samples=None, run=COURSE, epoch=1))
+    stream._epoch = 1
+    stream._deliver(produced, begun, None)
     chunk = stream._items.popleft()
     assert chunk.frames[:, 0, 0, 0].tolist() == [0, 0, 1, 2]
     assert (chunk.block, chunk.epoch, chunk.latency, chunk.pts) == (2, 1, 0.1, 7 / 20)
