@@ -13,7 +13,7 @@ from patchpar.errors import PlanError, WorkerDied, WorkerHung
 from patchpar.launch.executor import SendToRank
 from patchpar.launch.fork_guard import check_owner
 from patchpar.plan.scalars import is_whole
-from patchpar.stream.delivery import Output, OutputQueue
+from patchpar.stream.delivery import Output
 
 CLOSE_SECONDS = 60.0
 LOST = (WorkerDied, WorkerHung)
@@ -24,24 +24,6 @@ Status = Literal["running", "paused", "degraded", "finished", "cancelled", "fail
 T = TypeVar("T")
 E = TypeVar("E")
 S = TypeVar("S", bound="Closing")
-
-
-class Restarts:
-    """At most `count` restarts within RENEWED seconds."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._taken: deque[float] = deque()
-
-    def take(self) -> bool:
-        """Take one of the restarts that are left; False if there is none."""
-        now = time.monotonic()
-        while self._taken and self._taken[0] < now - RENEWED:
-            self._taken.popleft()
-        if len(self._taken) >= self._count:
-            return False
-        self._taken.append(now)
-        return True
 
 
 class Closing(ABC):
@@ -69,20 +51,25 @@ class BaseSession(Closing, Generic[T, E]):
 
     T: type of its items. E: result of a control, made from a block or image number. `credit`: blocks, or images, that
     may have begun and not been taken; `in_flight`: those that have. `status`: its state; "degraded": a worker has died,
-    and the stream is being resumed. `_changed` guards the state, and is notified of every change; most methods with a
-    leading underscore are called while it is held. Raises PlanError.
+    and the stream is being resumed. `output`: of items that are ready, "block" keeps all; "drop_oldest" keeps the
+    newest `room`; "skip_to_live" keeps as many, and iteration takes the newest only. `dropped`: items dropped so, or
+    flushed, and frames that a newer one has replaced. `restarts`: at most so many within RENEWED seconds. `_changed`
+    guards the state, and is notified of every change; most methods with a leading underscore are called while it is
+    held. Raises PlanError.
     """
 
     _patience: float | None = None
     """Seconds to wait for an item before `_on_timeout` is called."""
 
-    def __init__(self, credit: int, output: Output, lead: int) -> None:
+    def __init__(self, credit: int, output: Output, room: int, restarts: int) -> None:
         if not is_whole(credit):
             raise PlanError(f"credit={credit!r}: it must be at least 1 block")
         self._changed = threading.Condition(threading.RLock())
         self._owner = os.getpid()
-        self._outputs: OutputQueue[T] = OutputQueue(output, lead, self._give_back)
-        self._credit, self.in_flight = credit, 0
+        self._items = deque[T]()
+        self._output, self._room, self._credit = output, room, credit
+        self.in_flight = self.dropped = 0
+        self._restarts, self._restarted = restarts, deque[float]()
         self.status: Status = "running"
         self._error: Exception | None = None
         self._send: SendToRank | None = None
@@ -98,14 +85,16 @@ class BaseSession(Closing, Generic[T, E]):
         """Return the next item. Raises the error of a rank, WorkerError, and LaunchError in a forked child."""
         check_owner(self._owner)
         with self._changed:
-            while not self._changed.wait_for(lambda: len(self._outputs) or self.is_over, self._patience):
+            while not self._changed.wait_for(lambda: self._items or self.is_over, self._patience):
                 if (item := self._on_timeout()) is not None:
                     return item
-            if not len(self._outputs):
+            if not self._items:
                 if self._error is not None:
                     raise self._error
                 raise StopIteration
-            item = self._outputs.take()
+            if self._output == "skip_to_live":
+                self._drop(len(self._items) - 1)
+            item = self._items.popleft()
         try:
             self._on_output(item)
         finally:  # also if ctrl-C ends a wait for the time of an item, which is lost then
@@ -123,10 +112,17 @@ class BaseSession(Closing, Generic[T, E]):
     def _on_output(self, item: T) -> None:
         """Called before an item is returned and its credit given back, without the lock."""
 
-    @property
-    def dropped(self) -> int:
-        """Items dropped for a slow consumer, or flushed."""
-        return self._outputs.dropped
+    def _put(self, item: T) -> None:
+        """Add an item that is ready."""
+        self._items.append(item)
+        if self._output != "block":
+            self._drop(len(self._items) - self._room)
+
+    def _drop(self, count: int) -> None:
+        for _ in range(count):
+            self._items.popleft()
+            self.dropped += 1
+            self._give_back()
 
     # --- controls ---------------------------------------------------------------------------------------------------
 
@@ -146,7 +142,9 @@ class BaseSession(Closing, Generic[T, E]):
     def flush(self) -> int:
         """Drop all items that are ready; returns how many."""
         with self._changed:
-            return self._outputs.flush()
+            count = len(self._items)
+            self._drop(count)
+            return count
 
     def stop(self) -> E:
         """Begin nothing further; iteration ends after what was requested has been delivered."""
@@ -157,7 +155,7 @@ class BaseSession(Closing, Generic[T, E]):
     def cancel(self) -> None:
         """End now: iteration ends, and what is in flight is dropped."""
         with self._changed:
-            self._outputs.clear()
+            self._items.clear()
             self._cancel()
 
     def close(self) -> None:
@@ -224,6 +222,16 @@ class BaseSession(Closing, Generic[T, E]):
                 self._order_cancel()
             else:
                 self._order()
+
+    def _take_restart(self) -> bool:
+        """Take one of the restarts that are left; False if there is none."""
+        now = time.monotonic()
+        while self._restarted and self._restarted[0] < now - RENEWED:
+            self._restarted.popleft()
+        if len(self._restarted) >= self._restarts:
+            return False
+        self._restarted.append(now)
+        return True
 
     def _note_recovery(self) -> None:
         """An output has come: a stream that was being resumed goes on."""

@@ -11,7 +11,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.audio.track import AudioSource
-from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
@@ -40,17 +40,6 @@ from patchpar.stream.video_source import NO_FRAMES, FrameSources
 Run = Callable[..., list[Any]]
 MAX_UPDATES = 1000
 """Changes that may wait for their blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputBlock:
-    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
-
-    produced: ProducedBlock
-    begun: BeginBlock
-    samples: Tensor | None
-    run: StreamRun
-    epoch: int
 
 
 SINK = "sink"
@@ -97,7 +86,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         blocks: int | None = None,
     ) -> None:
         self._current, *later = (replace(run, keep=credit + 1) for run in runs)
-        super().__init__(credit, delivery.output, delivery.lead)
+        super().__init__(credit, delivery.output, delivery.lead, delivery.restarts)
         self._run, self._later, self._blocks, self._track = run, deque(later), blocks, track
         self._format, self._delivery, self._frames = form, delivery, frames
         self._patience = delivery.hold
@@ -111,7 +100,6 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         self._next = 0
         self._timer: threading.Timer | None = None
         self._source_error: Exception | None = None
-        self._restarts = Restarts(delivery.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
     def _start(self, changes: Iterable[tuple[int, Update]]) -> None:
@@ -153,8 +141,8 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         return Effect(block=number, seconds=self._format.seconds(number))
 
     @abstractmethod
-    def _deliver(self, output: OutputBlock) -> None:
-        """Take a finished block. Under the lock."""
+    def _deliver(self, produced: ProducedBlock, begun: BeginBlock, samples: Tensor | None) -> None:
+        """Take a finished block, with its order and its audio [N] or None. Under the lock."""
 
     def _order_cancel(self) -> None:
         """Ranks finish their current step and compute nothing further."""
@@ -203,8 +191,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         if produced.sink is not None:
             self._known[SINK], self._has_sink = Reference(latents=produced.sink), True
         self._note_recovery()
-        output = OutputBlock(produced=produced, begun=begun, samples=samples, run=self._current, epoch=self._epoch)
-        self._deliver(output)
+        self._deliver(produced, begun, samples)
 
     def _note_lost(self, lost: LostStage) -> None:
         """The first stage goes on without its state: it gets the conditions again with its next order."""
@@ -272,7 +259,7 @@ class StreamDriver(BaseSession[Chunk, Effect]):
         return is_last or any(source.is_over(block) for source in sources)
 
     def _resumed(self, error: Exception) -> StreamRun | None:
-        if self.status == "cancelled" or not isinstance(error, LOST) or not self._restarts.take():
+        if self.status == "cancelled" or not isinstance(error, LOST) or not self._take_restart():
             self._end(error)
             return None
         self._epoch += 1

@@ -19,7 +19,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
@@ -31,10 +31,10 @@ from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.driver import OutputBlock
+from patchpar.stream.delivery import Chunk
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.json_fields import whole
-from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
+from patchpar.stream.messages import BeginBlock, LostStage, PromptUpdate, ReferenceUpdate, StreamRun, Update
 
 FORMAT = 1
 LIMIT = 2 * 2**30
@@ -97,12 +97,15 @@ class StreamJournal:
         if left:
             log.warning("%s does not store the options %s: replay runs without them", path, ", ".join(left))
 
-    def note(self, output: OutputBlock, frames: Tensor) -> None:
-        """Record a block's inputs and the hash of its frames [F, H, W, 3]. On failure, warn and end the recording."""
+    def note(self, chunk: Chunk, begun: BeginBlock, run: StreamRun, lost: Sequence[LostStage]) -> None:
+        """Record the inputs of a block, which has `begun` so in `run`, what was lost before it, and its frames' hash.
+
+        On failure, warn and end the recording.
+        """
         if self._file is None:
             return
         try:
-            self.blocks += self._write(json.dumps(self._line(output, frames)))
+            self.blocks += self._write(json.dumps(self._line(chunk, begun, run, lost)))
         except OSError as error:
             self._give_up(str(error))
 
@@ -113,20 +116,20 @@ class StreamJournal:
             with suppress(OSError):  # closing writes once more what a full disk has refused
                 file.close()
 
-    def _line(self, output: OutputBlock, frames: Tensor) -> dict[str, Any]:
-        line: dict[str, Any] = {"block": output.produced.block, "epoch": output.epoch, "frames": digest(frames)}
-        if output.epoch != self._epoch:
-            self._epoch = output.epoch
-            if not output.run.continues:
-                line["adapt_sink"] = output.run.adapt_sink
-        if output.produced.lost:
-            line["lost"] = [[lost.start, lost.stop, lost.decodes, lost.refills] for lost in output.produced.lost]
-        if output.begun.updates:
-            line["updates"] = [as_words(update) for update in output.begun.updates]
-        if output.begun.inputs:
-            line["heard"] = [_packed(x) for x in output.begun.inputs]
-        if output.samples is not None:
-            line["audio"] = _packed((output.samples.clamp(-1, 1) * 32767).round().to(torch.int16))
+    def _line(self, chunk: Chunk, begun: BeginBlock, run: StreamRun, lost: Sequence[LostStage]) -> dict[str, Any]:
+        line: dict[str, Any] = {"block": chunk.block, "epoch": chunk.epoch, "frames": digest(chunk.frames)}
+        if chunk.epoch != self._epoch:
+            self._epoch = chunk.epoch
+            if not run.continues:
+                line["adapt_sink"] = run.adapt_sink
+        if lost:
+            line["lost"] = [[each.start, each.stop, each.decodes, each.refills] for each in lost]
+        if begun.updates:
+            line["updates"] = [as_words(update) for update in begun.updates]
+        if begun.inputs:
+            line["heard"] = [_packed(x) for x in begun.inputs]
+        if chunk.audio is not None:
+            line["audio"] = _packed((chunk.audio.clamp(-1, 1) * 32767).round().to(torch.int16))
         return line
 
     def _write(self, line: str) -> bool:

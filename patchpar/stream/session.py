@@ -16,10 +16,10 @@ from torch import Tensor
 from patchpar.errors import PatchparError, PlanError
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock
-from patchpar.stream.driver import OutputBlock, StreamDriver
+from patchpar.stream.driver import StreamDriver
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
-from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
+from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, Update
 from patchpar.stream.video_source import LiveVideo, load_reference_image
 
 NOTED_SECONDS = 0.5
@@ -51,9 +51,9 @@ class StreamSession(StreamDriver):
             self._wait_until_due(item)
         self._last = self._held(item)
 
-    def _deliver(self, output: OutputBlock) -> None:
+    def _deliver(self, produced: ProducedBlock, begun: BeginBlock, samples: Tensor | None) -> None:
         """Queue a finished block as a chunk. Under the lock."""
-        produced, first = output.produced, self._format.first_frame(output.produced.block)
+        first = self._format.first_frame(produced.block)
         missing = self._format.first_frame(produced.block + 1) - first - len(produced.frames)
         frames = produced.frames
         if missing > 0:  # a new decoder gives one frame for its first latent frame
@@ -62,13 +62,13 @@ class StreamSession(StreamDriver):
             block=produced.block,
             frames=frames,
             pts=first / self._format.fps,
-            audio=output.samples,
+            audio=samples,
             latency=produced.seconds,
-            epoch=output.epoch,
+            epoch=self._epoch,
         )
         if self._journal is not None:
-            self._journal.note(output, frames)
-        self._outputs.put(chunk)
+            self._journal.note(chunk, begun, self._current, produced.lost)
+        self._put(chunk)
 
     def _held(self, chunk: Chunk) -> Chunk:
         """The last frame of a chunk, to be repeated while no new chunk is ready."""

@@ -124,7 +124,7 @@ def test_nothing_is_delivered_or_begun_after_the_end() -> None:
     stream._set_paused(False)
     stream._on_event(1, PRODUCED)
     assert [type(word) for word in sent] == [BeginBlock, CancelStream, CancelStream]
-    assert len(stream._outputs) == 0
+    assert not stream._items
 
 
 def test_a_stream_that_is_cancelled_while_a_rank_dies_is_not_resumed() -> None:

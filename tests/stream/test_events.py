@@ -63,13 +63,13 @@ class Session(BaseSession[None, int]):
 
 
 def test_credit_is_bounded() -> None:
-    driver = Session(2, "block", 1)
+    driver = Session(2, "block", 1, 0)
     assert [driver._take_credit() for _ in range(3)] == [True, True, False]
     driver._give_back()
     assert driver.in_flight == 1
     assert driver._take_credit()
     with pytest.raises(PlanError, match="credit=0"):
-        Session(0, "block", 1)
+        Session(0, "block", 1, 0)
 
 
 def test_a_parameter_that_is_none() -> None:

@@ -16,10 +16,9 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
-from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.journal import LIMIT, JournalHeader, StreamJournal, as_update, as_words
-from patchpar.stream.messages import BeginBlock, LostStage, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
+from patchpar.stream.messages import BeginBlock, LostStage, PromptUpdate, ReferenceUpdate, StreamRun
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SPEECH
@@ -131,11 +130,11 @@ def origin() -> JournalHeader:
     )
 
 
-def arrived(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[OutputBlock, Any]:
+def arrived(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[Any, ...]:
     frames = noise(4, 8, 12, 3, seed=block).to(torch.uint8)
     begun = BeginBlock(inputs=(noise(1, 2, 3, 4),), updates=wishes)
-    produced = ProducedBlock(block=block, frames=frames, seconds=0.1, sink=None)
-    return OutputBlock(produced=produced, begun=begun, samples=torch.zeros(400), run=course, epoch=epoch), frames
+    chunk = Chunk(block=block, frames=frames, pts=0.0, audio=torch.zeros(400), latency=0.1, epoch=epoch)
+    return chunk, begun, course, ()
 
 
 @pytest.mark.parametrize(
@@ -219,13 +218,13 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
 def test_a_block_is_read_as_it_was_noted(tmp_path: Path) -> None:
     """But audio beyond the limits of its 16 bits, which is played at these."""
     path, lost = tmp_path / "a.jsonl", (LostStage(block=0, start=1, stop=2, decodes=True, refills=False),)
-    output, frames = arrived(0)
-    output = replace(output, samples=torch.tensor([2.0, -2.0, 0.5]), produced=replace(output.produced, lost=lost))
-    StreamJournal(path, origin()).note(output, frames)
+    chunk, begun, course, _ = arrived(0)
+    chunk = replace(chunk, audio=torch.tensor([2.0, -2.0, 0.5]))
+    StreamJournal(path, origin()).note(chunk, begun, course, lost)
     (block,) = StreamRecording.read(path).blocks
     assert block.lost == lost
     heard, samples = RecordedAudio((block,)).take(0)
-    assert torch.equal(heard, output.begun.inputs[0])
+    assert torch.equal(heard, begun.inputs[0])
     assert samples[:2].tolist() == [1.0, -1.0]
     assert samples[2] == pytest.approx(0.5, abs=1 / 32767)
 

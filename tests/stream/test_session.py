@@ -25,7 +25,6 @@ from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
-from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -389,8 +388,9 @@ def test_a_new_decoder_s_first_frame_is_shown_twice() -> None:
     """It gives one for its first latent frame, in the place of two."""
     stream, frames = session(Ranks()), torch.arange(3, dtype=torch.uint8).view(3, 1, 1, 1).expand(3, 8, 12, 3)
     produced, begun = ProducedBlock(block=2, frames=frames, seconds=0.1, sink=None), BeginBlock(inputs=(), updates=())
-    stream._deliver(OutputBlock(produced=produced, begun=begun, samples=None, run=COURSE, epoch=1))
-    chunk = stream._outputs.take()
+    stream._epoch = 1
+    stream._deliver(produced, begun, None)
+    chunk = stream._items.popleft()
     assert chunk.frames[:, 0, 0, 0].tolist() == [0, 0, 1, 2]
     assert (chunk.block, chunk.epoch, chunk.latency, chunk.pts) == (2, 1, 0.1, 7 / 20)
 
@@ -873,7 +873,7 @@ def test_who_drops_chunks_is_not_told_that_they_come_late(
             return now
 
     with session(Ranks(), blocks=4, pace="realtime", output=output).begin() as stream:
-        stream._clock, stream._outputs.dropped = Late(), 3
+        stream._clock, stream.dropped = Late(), 3
         next(stream)
         assert stream._clock.dropped >= 3
     assert bool(caplog.records) == warns

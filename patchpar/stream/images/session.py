@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
-from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Output, check_output
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 
@@ -74,7 +74,7 @@ class ImageSession(BaseSession[ImageResult, int]):
     """
 
     def __init__(self, run: Callable[..., Any], options: ImageStreamOptions, arguments: Mapping[str, Any]) -> None:
-        super().__init__(options.ranks + options.lead, options.output, options.lead)
+        super().__init__(options.ranks + options.lead, options.output, options.lead, options.restarts)
         self._run, self._options, self._arguments = run, options, dict(arguments)
         self._waiting: deque[ImageRequest] = deque()
         self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
@@ -83,10 +83,9 @@ class ImageSession(BaseSession[ImageResult, int]):
         self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
         self._left_over: deque[ImageRequest] = deque()  # of ranks that have died
         self._deaths: dict[int, int] = dict.fromkeys(range(options.ranks), 0)  # since their last image
-        self._restarts = Restarts(options.restarts)
         self._failure: Exception | None = None
         self._latest = -1  # rank of the last request
-        self._number = self._replaced = 0  # number: of the next push
+        self._number = 0  # of the next push
         self._thread.start()
 
     # --- controls ---------------------------------------------------------------------------------------------------
@@ -102,7 +101,7 @@ class ImageSession(BaseSession[ImageResult, int]):
             self._check_running()
             for request in self._waiting:  # none where the intake is "all"
                 del self._pushed[request.number]
-                self._replaced += 1
+                self.dropped += 1
             self._waiting.clear()
             number, self._number = self._number, self._number + 1
             self._pushed[number] = time.perf_counter()
@@ -140,11 +139,6 @@ class ImageSession(BaseSession[ImageResult, int]):
             return self._number
 
     @property
-    def dropped(self) -> int:
-        """Frames that a newer one has replaced, and images dropped for a slow consumer or flushed."""
-        return self._replaced + super().dropped
-
-    @property
     def _takes_no_more(self) -> bool:
         return self._is_stopping or self.is_over
 
@@ -155,7 +149,7 @@ class ImageSession(BaseSession[ImageResult, int]):
     def _is_full(self) -> bool:
         """Wait until an image can be pushed, or one that is ready has to be taken first; returns whether it has to."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._outputs) or not self._waiting or self.is_over)
+            self._changed.wait_for(lambda: self._items or not self._waiting or self.is_over)
             return bool(self._waiting) and not self.is_over
 
     def _wait_for_room(self) -> None:
@@ -208,7 +202,7 @@ class ImageSession(BaseSession[ImageResult, int]):
                 "rank %d of this stream has failed; it continues with %d ranks: %s", rank, len(self._todo), error
             )
             return False
-        if is_given_up or not self._restarts.take():
+        if is_given_up or not self._take_restart():
             self._failure = error
             self._order_cancel()
             return False
@@ -233,7 +227,7 @@ class ImageSession(BaseSession[ImageResult, int]):
                 self._generated[event.number] = event.image
                 for number in [*takewhile(self._generated.__contains__, self._pushed)]:
                     image, latency = self._generated.pop(number), time.perf_counter() - self._pushed.pop(number)
-                    self._outputs.put(ImageResult(number=number, image=image, latency=latency))
+                    self._put(ImageResult(number=number, image=image, latency=latency))
                 self._order()
                 self._changed.notify_all()
 
