@@ -60,21 +60,18 @@ def _facts(value: Any, depth: int) -> Any:
         return kind, value
     if isinstance(value, Tensor):
         return kind, tuple(value.shape), value.stride(), value.dtype
-    if isinstance(value, (tuple, list)):
-        return kind, tuple(_facts(each, depth) for each in value)
-    if isinstance(value, (set, frozenset)):
-        return kind, frozenset(_facts(each, depth) for each in value)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        several = [_facts(each, depth) for each in value]
+        return kind, tuple(several) if isinstance(value, (tuple, list)) else frozenset(several)
     if isinstance(value, Mapping):
         return kind, tuple((name, _facts(each, depth)) for name, each in value.items())
-    if isinstance(value, (type, *FUNCTIONS)):
-        return Same(value)
-    attributes = getattr(value, "__dict__", None)
-    if attributes is None or not depth:
+    attributes = None if isinstance(value, FUNCTIONS) or not depth else getattr(value, "__dict__", None)
+    if attributes is None:
         return kind, id(value)
     return kind, tuple((name, _facts(each, depth - 1)) for name, each in attributes.items())
 
 
-FUNCTIONS = (type(block_form), type(len))
+FUNCTIONS = (type, type(block_form), type(len))
 
 
 def argument_form(values: Any, storages: dict[int, int], tensors: list[Tensor]) -> Any:

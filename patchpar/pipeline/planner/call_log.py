@@ -35,7 +35,7 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorForm:
+class MetaForm:
     """All that operators on the meta device see of a tensor of any shape."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorForm:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor) -> "TensorForm":
+    def of(cls, x: Tensor) -> "MetaForm":
         """Return the form of a tensor of any shape."""
         return cls(tuple(x.shape), x.stride(), x.dtype)
 
@@ -57,8 +57,8 @@ class AttentionForm:
     """The arguments of exact attention between the ranks of an axis: see `ShardedQKV`."""
 
     axis: Axis
-    tensors: tuple[TensorForm, TensorForm, TensorForm]
-    mask: TensorForm | None
+    tensors: tuple[MetaForm, MetaForm, MetaForm]
+    mask: MetaForm | None
     sizes: tuple[int, ...]
     group_rank: int
     common: int
@@ -73,11 +73,11 @@ class AttentionForm:
         plain = all(type(x) is Tensor and x.is_meta for x in given)
         if not plain or shared.kernel is not None or torch.is_autocast_enabled("cpu"):
             return None
-        query, key, value = map(TensorForm.of, tensors)
+        query, key, value = map(MetaForm.of, tensors)
         return cls(
             axis=axis,
             tensors=(query, key, value),
-            mask=None if shared.mask is None else TensorForm.of(shared.mask),
+            mask=None if shared.mask is None else MetaForm.of(shared.mask),
             sizes=tuple(shared.sizes),
             group_rank=shared.group_rank,
             common=shared.common,
@@ -112,7 +112,7 @@ class LoggedAttention:
     where: str
     form: AttentionForm | None
     events: tuple["Event", ...]
-    result: tuple[TensorForm, int, int] | None
+    result: tuple[MetaForm, int, int] | None
 
 
 Event = Operator | int | Noted | LoggedAttention
@@ -144,7 +144,7 @@ class CallLog:
         found = attend_together(keys, comm, axis, where, shared)
         left, inside = memory.storages ^ before, tuple(self.events)
         is_new = left == {id(found.untyped_storage())} and type(found) is Tensor and found.is_meta
-        result = (TensorForm.of(found), found.storage_offset(), found.untyped_storage().nbytes()) if is_new else None
+        result = (MetaForm.of(found), int(found.storage_offset()), found.untyped_storage().nbytes()) if is_new else None
         form = AttentionForm.of(axis, shared)
         self.events = outside
         outside.append(LoggedAttention(where=where, form=form, events=inside, result=result))

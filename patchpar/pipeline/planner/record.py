@@ -82,11 +82,7 @@ class Recording:
         derived = self._derived(rank)
         if derived is not None:
             return derived
-        first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
-        if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
-            self.of_rank(first)
-        if self.plan.tensor > 1:
-            self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
+        self._find_before(rank)
         log = CallLog()
         tape, memory = LoggedTape(log, joined=self.options.joined), LoggedBytes(log, ENCODE)
         mode = MetaMode(memory, tape.operator, self.options.known)
@@ -100,9 +96,7 @@ class Recording:
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
-                if self._logged is not None and self._repeats:
-                    repeated = RepeatedBlocks(log, tape, memory, self._logged.block_forms)
-                    repeated.install(hooks, self.networks)
+                self._repeat_blocks(hooks, log, tape, memory)
                 attend = partial(log.attend, memory)
                 runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
                 self._note_phases(hooks, memory, tape)
@@ -111,7 +105,7 @@ class Recording:
             raise needs_values(self.pipe, error) from error
 
     def _derived(self, rank: int) -> RecordedRank | None:
-        """Return the rank as it follows from one that was recorded before; None without such a one. Raises PlanError."""
+        """Return the rank as it follows from one that was recorded before; None without one. Raises PlanError."""
         found = None if self._logged is None else self._logged.find(self.plan, rank, self.options.steps)
         if self._logged is None or found is None:
             return None
@@ -142,11 +136,20 @@ class Recording:
         finally:
             runner.restore()
 
-    @property
-    def _repeats(self) -> bool:
-        """Whether blocks of a list may do the same: none keeps values, and all have their weights."""
+    def _find_before(self, rank: int) -> None:
+        """Find what the recording of a rank needs: what the first rank encodes, and how features are divided."""
+        first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
+        if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
+            self.of_rank(first)
+        if self.plan.tensor > 1:
+            self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
+
+    def _repeat_blocks(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
+        """Note equal blocks again, where none keeps values and all have their weights."""
         whole = self.plan.weights == "whole" and self.plan.stage * self.plan.tensor == 1
-        return whole and not (self.plan.patch > 1 and self.plan.strategy.policy.remembers)
+        if self._logged is None or not whole or (self.plan.patch > 1 and self.plan.strategy.policy.remembers):
+            return
+        RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
 
     @property
     def _slots(self) -> int:

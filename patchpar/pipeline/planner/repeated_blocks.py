@@ -24,7 +24,7 @@ from patchpar.pipeline.planner.call_log import (
     LoggedBytes,
     LoggedTape,
     Noted,
-    TensorForm,
+    MetaForm,
 )
 from patchpar.pipeline.planner.tape_recorder import Begun, Expected, TapeRecorder
 from patchpar.plan.replay.tape import Operator
@@ -59,7 +59,7 @@ class Given:
 class Made:
     """A new result, of any shape, `offset` elements from the beginning of new storage number `storage`."""
 
-    form: TensorForm
+    form: MetaForm
     offset: int
     storage: int
 
@@ -202,7 +202,7 @@ def _result_form(known: Mapping[int, Given], new: frozenset[int], storages: dict
     if type(x) is Tensor and x.is_meta and id(x.untyped_storage()) in new:
         storage = x.untyped_storage()
         number, _ = storages.setdefault(id(storage), (len(storages), storage.nbytes()))
-        return Made(TensorForm.of(x), x.storage_offset(), number)
+        return Made(MetaForm.of(x), int(x.storage_offset()), number)
     if x is None or type(x) in (bool, int, float, str):
         return x
     raise TypeError(f"a {type(x).__name__}, which is neither an argument nor a new tensor")
