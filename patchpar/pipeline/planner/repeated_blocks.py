@@ -23,8 +23,8 @@ from patchpar.pipeline.planner.call_log import (
     LoggedAttention,
     LoggedBytes,
     LoggedTape,
-    Noted,
     MetaForm,
+    Noted,
 )
 from patchpar.pipeline.planner.tape_recorder import Begun, Expected, TapeRecorder
 from patchpar.plan.replay.tape import Operator
