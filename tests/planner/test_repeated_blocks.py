@@ -157,6 +157,35 @@ def test_only_blocks_that_do_the_same_are_left_out(again: list[str], change: Any
     assert len(again) == 6 - run
 
 
+class Cached(Layer):
+    """A layer that counts its calls in a list, and keeps its input there in the place of the last one."""
+
+    def forward(self, x: torch.Tensor, kept: list[Any] | None = None) -> torch.Tensor:
+        assert kept is not None
+        kept[0], kept[1] = kept[0] + 1, x.clone()
+        return super().forward(x)
+
+
+class WithCaches(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cached() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[Any] = [0, x.clone()]
+        for layer in self.layers:
+            x = layer(x, kept)
+        assert kept[0] == len(self.layers)
+        return x
+
+
+def test_blocks_that_change_their_arguments_are_run(again: list[str]) -> None:
+    """What they free is freed when they free it."""
+    plain, found = (recorded(WithCaches(), repeated=repeated) for repeated in (False, True))
+    assert found == plain
+    assert not again
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -63,7 +63,7 @@ class LiveBytes:
     def change(self, num_bytes: int) -> None:
         """Count so many bytes more; below 0, so many less."""
         self.alive += num_bytes
-        if num_bytes > 0:
+        if num_bytes > 0 and self.alive > self.peaks.get(self.phase, -1):  # else no more in `working` either
             self._note_peak()
 
     @property

@@ -1,13 +1,13 @@
 """What two blocks of a network have in common that do the same, whatever the values of their weights."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 OWN = ("_modules", "_parameters", "_buffers", "_diffusers_hook", "forward")
 """Attributes of a module that are looked at on their own."""
 DEPTH = 3
@@ -74,15 +74,15 @@ def _facts(value: Any, depth: int) -> Any:
 FUNCTIONS = (type, type(block_form), type(len))
 
 
-def argument_form(values: Any, storages: dict[int, int], tensors: list[Tensor]) -> Any:
+def argument_form(values: Any, storages: dict[int, int], tensors: "list[weakref.ref[Tensor]]") -> Any:
     """Return the form of arguments. Tensors without values are alike by form, others are the same object.
 
-    `storages`, `tensors`: those found so far; which arguments have a storage in common is a part of the form. Raises
-    TypeError for arguments whose form does not say all.
+    `storages`, `tensors`: those found so far, not kept alive, since a block may free what is in its lists. Which have a
+    storage in common is a part of the form. Raises TypeError for arguments whose form does not say all.
     """
     kind = type(values)
     if kind is Tensor:
-        tensors.append(values)
+        tensors.append(weakref.ref(values))
         if not values.is_meta:
             return Same(values), values._version
         number = storages.setdefault(id(values.untyped_storage()), len(storages))
@@ -93,6 +93,17 @@ def argument_form(values: Any, storages: dict[int, int], tensors: list[Tensor]) 
         return tuple([(name, argument_form(each, storages, tensors)) for name, each in values.items()])
     if kind in PLAIN:
         return kind, values
-    if isinstance(values, Tensor):
-        raise TypeError(f"a {kind.__name__}, which may know more than a tensor")
-    return Same(values)
+    raise TypeError(f"a {kind.__name__}, which may know more than can be seen, and change")
+
+
+def form_after(args: Any, kwargs: Any) -> Any:
+    """Return the form of arguments after a call, which may have changed their lists; None if it does not say all."""
+    try:
+        return argument_form((args, kwargs), {}, [])
+    except TypeError:
+        return None
+
+
+def versions_of(tensors: "Sequence[weakref.ref[Tensor]]") -> list[int | None]:
+    """Return how often each tensor, of any shape, was changed; None for one that is not there any more."""
+    return [None if (x := each()) is None else x._version for each in tensors]

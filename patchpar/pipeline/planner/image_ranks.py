@@ -16,7 +16,7 @@ from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, DECODE_NUMBERS
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Boundary, Leave, Receive, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 
 RECORDED = 3
 """Ranks along an axis up to which all are recorded; of more, the first, one between, and the last."""
@@ -155,7 +155,8 @@ def _counted(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
 def _parts(tape: Tape) -> tuple[Tape, Tape]:
     """Return a tape until the last step's end, and what follows."""
     last = Boundary(DECODE, is_step=True)
-    at = tape.index(last) if last in tape else len(tape)
+    ends = (at for at, entry in enumerate(tape) if isinstance(entry, Boundary) and entry == last)
+    at = next(ends, len(tape))
     return tape[:at], tape[at:]
 
 
@@ -178,6 +179,8 @@ def _to_root(tape: Sequence[TapeEntry]) -> frozenset[str]:
 
 
 def _renumbered(entry: TapeEntry, peers: Peers, to_root: frozenset[str] = frozenset()) -> TapeEntry:
+    if isinstance(entry, Operator):  # as most of them are
+        return entry
     if isinstance(entry, Send):
         if entry.where in to_root:
             return entry

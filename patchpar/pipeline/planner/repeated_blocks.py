@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, update_wrapper
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from patchpar.comm.pytree import map_leaves
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META
-from patchpar.pipeline.planner.block_forms import argument_form, attributes_of, block_form, hooks_form
+from patchpar.pipeline.planner.block_forms import (
+    argument_form,
+    attributes_of,
+    block_form,
+    form_after,
+    hooks_form,
+    versions_of,
+)
 from patchpar.pipeline.planner.call_log import (
     CallLog,
     Event,
@@ -107,7 +115,7 @@ class RepeatedBlocks:
         if self._call != self._log.calls:  # a first call may do more than a next one
             self._call = self._log.calls
             self._kinds.clear()
-        tensors: list[Tensor] = []
+        tensors: list[ref[Tensor]] = []
         try:
             form = argument_form((args, kwargs), {}, tensors)
         except TypeError:
@@ -117,17 +125,17 @@ class RepeatedBlocks:
             return block.forward(*args, **kwargs)
         if kind.is_sure and kind.found is not None:
             return self._again(kind.found, block.path, tensors)
-        result, noted = self._watched(block, args, kwargs, tensors)
+        result, noted = self._watched(block, args, kwargs, form, tensors)
         kind.is_sure, kind.is_odd = kind.found == noted, noted is None
         kind.found = noted
         return result
 
     def _watched(
-        self, block: Block, args: Any, kwargs: Any, tensors: Sequence[Tensor]
+        self, block: Block, args: Any, kwargs: Any, form: Any, tensors: "Sequence[ref[Tensor]]"
     ) -> tuple[Any, BlockEvents | None]:
         """Run a block; return its result and what it has noted, None if that does not say all that it has done."""
         before, attributes = self._memory.storages, attributes_of(block.module)
-        versions = [x._version for x in tensors]
+        versions = versions_of(tensors)
         outside, self._log.events = self._log.events, []
         try:
             result = block.forward(*args, **kwargs)
@@ -135,21 +143,21 @@ class RepeatedBlocks:
             events, self._log.events = self._log.events, outside
             outside.extend(events)
         after = self._memory.storages
-        is_same = attributes == attributes_of(block.module) and versions == [x._version for x in tensors]
-        if before - after or not is_same or not _is_closed(events):
+        is_same = attributes == attributes_of(block.module) and versions == versions_of(tensors)
+        if before - after or not is_same or not _is_closed(events) or form_after(args, kwargs) != form:
             return result, None
-        known = {id(x): Given(number) for number, x in enumerate(tensors)}
+        known = {id(each()): Given(number) for number, each in enumerate(tensors)}  # all are there: nothing has changed
         storages: dict[int, tuple[int, int]] = {}
         try:
-            form = map_leaves(partial(_result_form, known, after - before, storages), result)
+            results = map_leaves(partial(_result_form, known, after - before, storages), result)
         except TypeError:
             return result, None
         if storages.keys() != after - before:
             return result, None
         noted = tuple(_Renaming(block.path, PATH).of(events))
-        return result, BlockEvents(events=noted, result=form, storages=tuple(size for _, size in storages.values()))
+        return result, BlockEvents(events=noted, result=results, storages=tuple(size for _, size in storages.values()))
 
-    def _again(self, found: BlockEvents, path: str, tensors: Sequence[Tensor]) -> Any:
+    def _again(self, found: BlockEvents, path: str, tensors: "Sequence[ref[Tensor]]") -> Any:
         """Note for the block at `path` what one of its kind has noted, and return such a result."""
         self._log.events.extend(_NotedFor(path, self._tape, self._memory).note(found.events))
         for num_bytes in found.storages:
@@ -158,7 +166,7 @@ class RepeatedBlocks:
 
         def made(leaf: Any) -> Any:
             if isinstance(leaf, Given):
-                return tensors[leaf.number]
+                return tensors[leaf.number]()
             if not isinstance(leaf, Made):
                 return leaf
             form = leaf.form
