@@ -75,7 +75,7 @@ FUNCTIONS = (type, type(block_form), type(len))
 
 
 def argument_form(values: Any, storages: dict[int, int], tensors: "list[weakref.ref[Tensor]]") -> Any:
-    """Return the form of arguments. Tensors without values are alike by form, others are the same object.
+    """Return the form of arguments. Tensors of any shape without values are alike by form, others one object.
 
     `storages`, `tensors`: those found so far, not kept alive, since a block may free what is in its lists. Which have a
     storage in common is a part of the form. Raises TypeError for arguments whose form does not say all.

@@ -5,8 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from patchpar.errors import PlanError
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.messages import CallOptions
@@ -80,7 +78,7 @@ class RecordingRunner(PipelineRunner):
         transport: RecordingTransport,
         options: RecordOptions,
         encoded: EncodedValues,
-        attend: Callable[..., Tensor],
+        attend: Callable[..., Any],
     ) -> None:
         super().__init__(context, RecordingConnection(context, transport))
         ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
