@@ -1,6 +1,6 @@
 """This rank's part of the current denoiser call: its band at every level, its edge rows, and its stale values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +16,7 @@ from patchpar.plan.bands import Bands
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.stale.cache import StaleCache, StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.unet.layers import RawHalo
@@ -31,7 +32,8 @@ class LocalPatch:
     While not `active` every hook runs the plain layer. A `fresh` call uses no stale values; without a `cache` it stores
     none either. `frozen`: stored values are never updated and nothing is sent, a negative control. `step_ratio`: length
     of this step in units of the last, a scalar in fp32. `kv_sizes`: keys
-    of every exchange point with attention, in tokens times channels of any unit.
+    of every exchange point with attention, in tokens times channels of any unit. `attend`: exact attention between
+    ranks, see `attend_together`.
     """
 
     comm: Communicator
@@ -46,6 +48,7 @@ class LocalPatch:
     kv_sizes: Mapping[str, float] = field(default_factory=dict)
     step_ratio: Tensor = field(default_factory=lambda: torch.ones(()))
     cache: StaleCache | None = None
+    attend: Callable[..., Tensor] = attend_together
     halos: dict[str, RawHalo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from patchpar.errors import PlanError
+from patchpar.pipeline.planner import image_ranks
 from patchpar.pipeline.planner.image_ranks import ranks_of_image, unequal_pairs
 from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import RecordOptions
@@ -33,7 +34,7 @@ from tests.planner.on_ranks import call_of
             ("sd", "cfg=2,patch=4,strategy=exact:attention=ring", 128, 3),
             ("sd", "cfg=2,patch=2,weights=sharded", 64, 3),
             ("sd", "patch=5", 192, 5),  # bands of different sizes
-            ("flux", "patch=8,strategy=exact:ulysses=2", 128, 8),
+            ("flux", "patch=8,strategy=exact:ulysses=2", 128, 4),  # one at each place of a group
             ("flux", "patch=6,strategy=exact:attention=ring", 192, 6),  # of text each has another number of tokens
             ("flux", "patch=6,strategy=fresh-edges", 192, 6),  # as above
             ("sd", "patch=6,strategy=fresh-edges", 192, 3),
@@ -131,3 +132,17 @@ def test_ranks_that_do_not_match_although_recorded_are_refused() -> None:
     recorded = Recording(tiny.build("sd").pipe, Plan(), call_of("sd", steps=1)).of_rank(0)
     with pytest.raises(PlanError, match=r"ranks \[0, 1\] of plan patch=2"):
         ranks_of_image(Plan(patch=2), lambda rank: replace(recorded, tape=tapes_of(num_bytes=9)[rank]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("exact", [0, 4, 4, 4, 4, 4, 4, 7]),
+        ("exact:ulysses=8", [0, 4, 4, 4, 4, 4, 4, 7]),
+        ("exact:attention=ring:ulysses=2", [0, 5, 4, 5, 4, 5, 4, 7]),
+        ("exact:attention=ring:ulysses=4", [0, 5, 6, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_a_rank_of_a_group_is_like_one_at_the_same_place(strategy: str, expected: list[int]) -> None:
+    plan = Plan(patch=8, strategy=strategy)
+    assert [image_ranks._sources(plan, rank).steps for rank in range(8)] == expected

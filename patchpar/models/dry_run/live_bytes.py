@@ -29,7 +29,7 @@ class LiveBytes:
         self.phase = phase
         self._note_peak()
 
-    def merge(self, phase: str, *, into: str) -> None:
+    def merge(self, phase: str, into: str) -> None:
         """Let what was counted in `phase` be of another one."""
         for found in (self.peaks, self.working):
             found[into] = max(found.get(into, 0), found.pop(phase, 0))
@@ -45,8 +45,7 @@ class LiveBytes:
         if key in self._known:
             return
         self._known.add(key)
-        self.alive += storage.nbytes()
-        self._note_peak()
+        self.change(storage.nbytes())
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 
     def counts(self, x: Tensor) -> bool:
@@ -59,4 +58,15 @@ class LiveBytes:
 
     def _freed(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
-        self.alive -= num_bytes
+        self.change(-num_bytes)
+
+    def change(self, num_bytes: int) -> None:
+        """Count so many bytes more; below 0, so many less."""
+        self.alive += num_bytes
+        if num_bytes > 0 and self.alive > self.peaks.get(self.phase, -1):  # else no more in `working` either
+            self._note_peak()
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """The ids of those that are alive."""
+        return frozenset(self._known)

@@ -10,6 +10,7 @@ from patchpar.models.dry_run.empty_pipeline import empty_pipeline
 from patchpar.models.info import describe
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT, purpose_of
+from patchpar.pipeline.planner.derived_ranks import LoggedRanks
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.kept_tapes import CallFacts
 from patchpar.pipeline.planner.record import Recording
@@ -36,7 +37,7 @@ class EmptyModel:
                 f"this model is a {kind}, whose call needs {' and '.join(needed)}, of which a command knows nothing: "
                 f"in Python, simulate(model, machine, plan, {needed[0]}=...) takes what the call takes"
             )
-        self._kwargs, self._learnt = dict(kwargs), RecordOptions(joined=joined)
+        self._kwargs, self._learnt, self._logged = dict(kwargs), RecordOptions(joined=joined), LoggedRanks()
 
     @property
     def call(self) -> CallFacts:
@@ -53,5 +54,5 @@ class EmptyModel:
         """
         prompt = {"prompt": [ANY_PROMPT] * plan.data if plan.data > 1 else ANY_PROMPT}
         kwargs = (prompt if "prompt" in self._parameters else {}) | self._kwargs
-        recording = Recording(self._pipe, plan, kwargs, self._learnt.with_steps(steps))
+        recording = Recording(self._pipe, plan, kwargs, self._learnt.with_steps(steps), self._logged)
         return ranks_of_image(plan, recording.of_rank)

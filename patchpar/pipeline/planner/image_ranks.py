@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from patchpar.errors import PlanError
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, DECODE_NUMBERS
-from patchpar.plan.mesh import Mesh
+from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Boundary, Leave, Receive, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 
 RECORDED = 3
 """Ranks along an axis up to which all are recorded; of more, the first, one between, and the last."""
@@ -80,7 +80,7 @@ def _sources(plan: Plan, rank: int) -> SourcesOfRank:
     patch, size = _mesh(plan, rank)["patch"], plan.world_size // plan.data
     between = _mesh(plan, 0)["patch"].ranks[patch.size // 2]
     if patch.size > RECORDED and patch.rank not in (0, patch.size - 1):
-        steps = between
+        steps = _mesh(plan, 0)["patch"].ranks[_between(plan, patch)]
     elif patch.rank == 0 and patch.size > 1:
         steps = 0
     elif patch.rank == patch.size - 1 and patch.size > 1:
@@ -90,6 +90,16 @@ def _sources(plan: Plan, rank: int) -> SourcesOfRank:
     if size <= RECORDED or rank in (0, size - 1):
         return SourcesOfRank(steps, rank)
     return SourcesOfRank(steps, between if patch.size > RECORDED else size // 2)
+
+
+def _between(plan: Plan, patch: Axis) -> int:
+    """Return the index along axis `patch` of the rank between first and last that is recorded for another one.
+
+    Where groups of ranks exchange tokens for heads, one at the same place in its group, if there is one.
+    """
+    group, middle = getattr(plan.strategy, "ulysses", 1), patch.size // 2
+    found = middle // group * group + patch.rank % group if group < patch.size else middle
+    return found if 0 < found < patch.size - 1 else patch.rank
 
 
 def _mesh(plan: Plan, rank: int) -> Mesh:
@@ -145,7 +155,8 @@ def _counted(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
 def _parts(tape: Tape) -> tuple[Tape, Tape]:
     """Return a tape until the last step's end, and what follows."""
     last = Boundary(DECODE, is_step=True)
-    at = tape.index(last) if last in tape else len(tape)
+    ends = (at for at, entry in enumerate(tape) if isinstance(entry, Boundary) and entry == last)
+    at = next(ends, len(tape))
     return tape[:at], tape[at:]
 
 
@@ -168,6 +179,8 @@ def _to_root(tape: Sequence[TapeEntry]) -> frozenset[str]:
 
 
 def _renumbered(entry: TapeEntry, peers: Peers, to_root: frozenset[str] = frozenset()) -> TapeEntry:
+    if isinstance(entry, Operator):  # as most of them are
+        return entry
     if isinstance(entry, Send):
         if entry.where in to_root:
             return entry

@@ -27,11 +27,14 @@ from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
+from patchpar.pipeline.planner.derived_ranks import LoggedRanks
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_runner import RecordingContext, RecordingRunner
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
+from patchpar.pipeline.planner.repeated_blocks import RepeatedBlocks
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh import Mesh
@@ -47,12 +50,21 @@ DENOISE = "denoise"
 class Recording:
     """Records the ranks of a plan. `pipe`: its networks are on the meta device afterwards; `kwargs`: of the call.
 
+    `logged`: ranks of the same model and call, recorded with the same options; others are derived from them.
+
     Stages with hosted weights have the programs of whole ones: after the first call their blocks are on the device.
     Other hosted blocks are copied to slots in every call, which is on the tape.
     """
 
-    def __init__(self, pipe: Any, plan: Plan, kwargs: Mapping[str, Any], options: RecordOptions | None = None) -> None:
-        self.pipe, self.options = pipe, options or RecordOptions()
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        kwargs: Mapping[str, Any],
+        options: RecordOptions | None = None,
+        logged: LoggedRanks | None = None,
+    ) -> None:
+        self.pipe, self.options, self._logged = pipe, options or RecordOptions(), logged
         self._is_hosted = plan.weights == "hosted" and plan.stage > 1
         self.plan = replace(plan, weights="whole", resident=0) if self._is_hosted else plan
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
@@ -67,12 +79,12 @@ class Recording:
         """
         if not 0 <= rank < self.plan.world_size:
             raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
-        first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
-        if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
-            self.of_rank(first)
-        if self.plan.tensor > 1:
-            self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
-        tape, memory = TapeRecorder(joined=self.options.joined), LiveBytes(ENCODE)
+        derived = self._derived(rank)
+        if derived is not None:
+            return derived
+        self._find_before(rank)
+        log = CallLog()
+        tape, memory = LoggedTape(log, joined=self.options.joined), LoggedBytes(log, ENCODE)
         mode = MetaMode(memory, tape.operator, self.options.known)
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
         transport = RecordingTransport(rank, tape, joined=self.options.joined)
@@ -84,14 +96,25 @@ class Recording:
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
-                runner = RecordingRunner(context, transport, self.options, self._encoded)
+                self._repeat_blocks(hooks, log, tape, memory)
+                attend = partial(log.attend, memory)
+                runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
                 self._note_phases(hooks, memory, tape)
-                return self._recorded(runner, memory, tape)
+                return self._recorded(runner, memory, tape, log)
         except (NotImplementedError, RuntimeError) as error:
             raise needs_values(self.pipe, error) from error
 
-    def _recorded(self, runner: RecordingRunner, memory: LiveBytes, tape: TapeRecorder) -> RecordedRank:
-        check_plan_for(runner.adopt(self.pipe), self.plan, self.kwargs)  # weights are divided at the first call
+    def _derived(self, rank: int) -> RecordedRank | None:
+        """Return the rank as it follows from one that was recorded before; None without one. Raises PlanError."""
+        found = None if self._logged is None else self._logged.find(self.plan, rank, self.options.steps)
+        if self._logged is None or found is None:
+            return None
+        check_plan_for(found.model, self.plan, self.kwargs)
+        return self._logged.derived(self.plan, found, self.options)
+
+    def _recorded(self, runner: RecordingRunner, memory: LiveBytes, tape: TapeRecorder, log: CallLog) -> RecordedRank:
+        model = runner.adopt(self.pipe)
+        check_plan_for(model, self.plan, self.kwargs)  # weights are divided at the first call
         options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
         try:
             if not self._is_known:
@@ -99,7 +122,7 @@ class Recording:
                 runner.learn()
             runner.begin_recording(partial(memory.begin, ENCODE))
             runner.generate(self.kwargs, options)
-            return RecordedRank(  # before weights are gathered to restore the networks
+            found = RecordedRank(  # before weights are gathered to restore the networks
                 rank=runner.context.rank,
                 tape=tape.tape,
                 peaks={phase: most + self._slots for phase, most in memory.peaks.items()},
@@ -107,8 +130,26 @@ class Recording:
                 weight_bytes={name: _weight_bytes(network, memory) for name, network in self.networks.items()},
                 stale_bytes=runner.stale_bytes,
             )
+            if self._logged is not None:
+                self._logged.keep(self.plan, self.options.steps, log, found, model)
+            return found
         finally:
             runner.restore()
+
+    def _find_before(self, rank: int) -> None:
+        """Find what the recording of a rank needs: what the first rank encodes, and how features are divided."""
+        first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
+        if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
+            self.of_rank(first)
+        if self.plan.tensor > 1:
+            self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
+
+    def _repeat_blocks(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
+        """Note equal blocks again, where none keeps values and all have their weights."""
+        whole = self.plan.weights == "whole" and self.plan.stage * self.plan.tensor == 1
+        if self._logged is None or not whole or (self.plan.patch > 1 and self.plan.strategy.policy.remembers):
+            return
+        RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
 
     @property
     def _slots(self) -> int:

@@ -17,6 +17,7 @@ from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.encoders.one_rank import WaysOfEncoders
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
@@ -69,7 +70,7 @@ class RecordingConnection(RankConnection):
 
 
 class RecordingRunner(PipelineRunner):
-    """What a rank runs, over a transport without other ranks."""
+    """What a rank runs, over a transport without other ranks. `attend`: exact attention between them."""
 
     def __init__(
         self,
@@ -77,12 +78,13 @@ class RecordingRunner(PipelineRunner):
         transport: RecordingTransport,
         options: RecordOptions,
         encoded: EncodedValues,
+        attend: Callable[..., Any],
     ) -> None:
         super().__init__(context, RecordingConnection(context, transport))
         ways = WaysOfEncoders(partial(RecordedTransfer, encoded=encoded), RecordedAbsence)
         self._encoders = EncoderPlacement(context.rank, self.device, self._connection.communicator, ways)
         self._encoded = encoded
-        self._tape, self._options = transport.tape, options
+        self._tape, self._options, self._attend = transport.tape, options, attend
         self._begin: Callable[[], None] = lambda: None
         self.stale_bytes = 0
         """Of the call made last; see `RankStats`."""
@@ -122,6 +124,8 @@ class RecordingRunner(PipelineRunner):
 
     def _prepare(self, part: Any, plan: Plan) -> None:
         """Give a part of a denoiser what real ranks find by values, or at their first call."""
+        if isinstance(part, SharedDenoiser):
+            part.patch.attend = self._attend
         if isinstance(part, TokenDenoiser):
             part.use_plan(self._options.tokens.of(part.denoiser))
         if isinstance(part, PatchedDenoiser) and plan.weights == "whole":  # else more calls learn the order

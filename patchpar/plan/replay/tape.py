@@ -5,7 +5,7 @@ A recorded tape has operators, whose time depends on the device. `price.Prices` 
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 COPIED = "host"
 """The kind of copies from the host's memory, messages that a rank sends itself, in tapes and statistics."""
@@ -72,7 +72,7 @@ class Send:
     def to(self, *peers: int, number: int | None = None) -> "Send":
         """Return the same message to other ranks, and as another exchange if `number` is given."""
         number = self.number if number is None else number
-        return replace(self, number=number, peers=peers)
+        return Send(number, peers, self.kind, self.num_bytes, self.where, self.parts, self.bulk, self.operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +142,9 @@ def bytes_sent(tape: Iterable[TapeEntry]) -> Counter[str]:
 def steps_of(tape: Tape) -> dict[str, Tape]:
     """Return the parts of a tape by the name of their phase, in order; "" is what comes before the first."""
     found: dict[str, list[TapeEntry]] = {"": []}
-    name = ""
+    part = found[""]
     for entry in tape:
         if isinstance(entry, Boundary) and entry.is_step:
-            name = entry.name
-        found.setdefault(name, []).append(entry)
+            part = found.setdefault(entry.name, [])
+        part.append(entry)
     return {name: tuple(part) for name, part in found.items() if part}

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
@@ -250,7 +249,7 @@ class TokenDenoiser(SharedDenoiser):
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
         patch = self.patch
         alone = self.exchange == "off" if wrong is None else wrong
-        mode = None if alone else partial(attend_together, patch.policy.keys)
+        mode = None if alone else partial(patch.attend, patch.policy.keys)
         gathers = patch.policy.keys.algorithm == "gather"
         cut, text = cut_for(patch.policy), patch.policy.text == "split" and self.exchange != "frozen"
         return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut, text)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
@@ -157,4 +156,4 @@ def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Ten
         common_asks=False,
         scale=call.scale,
     )
-    return attend_together(patch.policy.keys, patch.comm, patch.axis, where, shared)
+    return patch.attend(patch.policy.keys, patch.comm, patch.axis, where, shared)
