@@ -12,7 +12,8 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
-from patchpar.pipeline.denoiser_hook import DenoiserHook, conditioner_hook
+from patchpar.pipeline.conditioners import Conditioner, conditioners_of
+from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.pipeline.divided_networks import needs_no_values
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
@@ -35,6 +36,7 @@ from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.tensor.denoiser import TensorDenoiser
+from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.restored import restore_all
@@ -92,7 +94,7 @@ class InstalledPlan:
         self.mesh, self.comm = mesh, comm
         self._recorder = recorder_of(plan, self._wanted, comm.transport)
         verifications = agreed(verifications, (comm, mesh["tensor"]))
-        self._split_guidance(plan, clock, verifications)
+        self._split_guidance(plan, clock)
         if plan.weights != "whole":
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
         for module in self._denoisers():
@@ -112,6 +114,7 @@ class InstalledPlan:
             hook.weights = self.weights
             self._divide_blocks(module, hook, plan, verifications, in_patches)
             self._register(module, hook)
+        self._install_conditioners(plan, clock, verifications)
 
     def _in_patches(self, module: nn.Module, plan: Plan, clock: StepClock, verifications: Any) -> Any:
         """Return a denoiser divided over axis `patch`, or one that is whole and captured; None where it is neither."""
@@ -156,17 +159,30 @@ class InstalledPlan:
         if hook.stages is not None:
             hook.stages.beside = tuple(self.pipe.components.values())
 
-    def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
+    def _split_guidance(self, plan: Plan, clock: StepClock) -> None:
         """Prepare axis `cfg`: once for all networks, since several may take part in one step."""
-        if plan.cfg == 1:
-            return
+        if plan.cfg > 1:
+            assert self.mesh is not None
+            assert self.comm is not None
+            self.guidance = GuidanceSplit(self.comm, self.mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
+
+    def _install_conditioners(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
         assert self.mesh is not None
         assert self.comm is not None
-        mesh = self.comm, self.mesh["cfg"]
-        self.guidance = GuidanceSplit(*mesh, clock, partial(layers_by_branch, self.pipe))
-        for module in self._conditioners():
-            carriers = None if verifications is None else carriers_of(module, mesh, verifications)
-            self._register(module, conditioner_hook(self.guidance, carriers))
+        options: dict[str, Any] = {"clock": clock, "split": plan.split, "verifications": verifications}
+        has_bands = any(isinstance(each, PatchedDenoiser) for each in self.patched)
+        for module, is_of_several in conditioners_of(self.pipe):
+            guidance, carriers, in_bands = None if is_of_several else self.guidance, None, None
+            if has_bands:
+                in_bands = plan.strategy.condition(module, self.comm, self.mesh["patch"], **options)
+            if in_bands is not None:
+                self.known.pass_on(in_bands, alone=True)
+                self.patched.append(captured(in_bands, self._recorder, self._wanted and "auto"))
+            if guidance is not None and verifications is not None:
+                carriers = carriers_of(module, (self.comm, self.mesh["cfg"]), verifications)
+            hook = Conditioner(guidance, carriers, in_bands).hook()
+            if hook is not None:
+                self._register(module, hook)
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
@@ -177,11 +193,6 @@ class InstalledPlan:
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
-
-    def _conditioners(self) -> list[nn.Module]:
-        """Return a ControlNet that gets the same batch as the denoiser. A MultiControlNet runs whole on every rank."""
-        found = self.pipe.components.get("controlnet")
-        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
 
     def _denoisers(self) -> list[nn.Module]:
         return list(denoisers_of(self.pipe).values())
