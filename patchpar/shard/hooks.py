@@ -66,8 +66,11 @@ class InstalledHook:
         return self.module._diffusers_hook
 
     def remove(self) -> None:
-        """Remove the hook. A forward that another library has put in front of it stays."""
-        registry, reached = self._registry, self.is_reached
+        """Remove the hook. A forward that another library has put in front of it stays. Idempotent."""
+        registry = getattr(self.module, "_diffusers_hook", None)
+        if registry is None or registry.get_hook(self.name) is not self.hook:
+            return
+        reached = self.is_reached
         index = registry._hook_order.index(self.name)
         now, reference = vars(self.module).get("forward"), registry._fn_refs[index]
         later = registry._fn_refs[index + 1] if index + 1 < len(registry._fn_refs) else None

@@ -10,7 +10,7 @@ A network that cannot be split so runs whole on every rank, and the log says why
 import logging
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 class BandedConditioner(PatchedDenoiser):
     """A network whose outputs are maps that a denoiser in bands takes. Its policy has no stale values."""
+
+    _called: ClassVar[str] = "the network"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -47,6 +47,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     _learns: ClassVar[str] = "_learnt"
     _holds_for_all_plans: ClassVar[bool] = True
+    _called: ClassVar[str] = "the denoiser"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,8 +99,8 @@ class PatchedDenoiser(SharedDenoiser):
     def _in_step(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
         try:
             if has_bands(call):
-                self._use_bands(map_of(*call))
-                call, self._in_bands_before = with_own_bands(call, self.patch, self._sites.beside)
+                beside = self._use_bands(map_of(*call)).beside
+                call, self._in_bands_before = with_own_bands(call, self.patch, beside)
             if self.history is None:
                 return self._steady(self._exact_kind, partial(self._exactly, forward), call)
             return self._with_stale_state(self.history, forward, *call[0], **call[1])
@@ -173,7 +174,7 @@ class PatchedDenoiser(SharedDenoiser):
         """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
-        what = f"the denoiser split into {self.patch.axis.size} bands"
+        what = f"{self._called} split into {self.patch.axis.size} bands"
         way_out = f". {self.foreign.suspected} mixes positions in a way patchpar does not know: {WAY_OUT}"
         try:
             return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
@@ -223,17 +224,18 @@ class PatchedDenoiser(SharedDenoiser):
         return self._join(output, report, meanwhile=history.cache.end)
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._sites is not None
         patch, sample = self.patch, map_of(args, kwargs)
-        self._use_bands(sample)
+        beside = self._use_bands(sample).beside
         patch.whole, patch.active = sample, self.exchange != "off"
-        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self._sites.beside), (args, kwargs))
+        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
-    def _use_bands(self, sample: Tensor) -> None:
+    def _use_bands(self, sample: Tensor) -> ExchangeSites:
+        """Set the bands of a call with that sample [B, C, H, W] or [B, C, F, H, W]; return where ranks exchange."""
         assert self._sites is not None
         patch = self.patch
         patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self._sites.total_stride)
+        return self._sites
 
     def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
         if self._in_bands_before and keystr(path) in self._in_bands_before:
