@@ -30,7 +30,6 @@ CASES = {
     "fresh edges": (Case(name=XL, plan="cfg=2,patch=2,strategy=fresh-edges:warmup_steps=3"), 1 / 4),
     "displaced": (Case(name=XL, plan="patch=2,strategy=displaced:warmup_steps=3"), 1 / 2),
     "several": (Case(change="two", call={"controlnet_conditioning_scale": [0.8, 0.4]}), 1 / 2),
-    "union": (Case(name="StableDiffusionXLControlNetUnionPipeline"), 1 / 2),
 }
 
 
@@ -41,7 +40,8 @@ def test_final_latents(tmp_path: Path, which: str) -> None:
     assert max(each.error for each in found) <= LIMIT, found
     assert found[0].alone >= CONTROL, found
     assert [each.elements for each in found] == pytest.approx([part] * len(found))
-    assert [each.gathered for each in found] == [0] * len(found)
+    added_up = case.change == "two"  # diffusers adds up the middle ones in place, which gathers these
+    assert [each.gathered > 0 for each in found] == [added_up] * len(found)
     assert not any(each.hooked for each in found)
 
 
@@ -54,6 +54,10 @@ def test_residuals_in_other_bands_than_the_denoisers_are_gathered(tmp_path: Path
 
 
 WHOLE = {
+    "means over the image": (
+        Case(name="StableDiffusionXLControlNetUnionPipeline"),
+        "ControlNetUnionModel runs whole .* VerificationError",
+    ),
     "positions mixed": (Case(change="centred"), "VerificationError: .* differs from the plain one"),
     "positions mixed, inactive at first": (
         Case(change="centred", call={"control_guidance_start": 0.3}),
@@ -65,7 +69,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("which", WHOLE)
+@pytest.mark.parametrize("which", first_of(WHOLE, "positions mixed, inactive at first"))
 def test_what_cannot_be_split_runs_whole(tmp_path: Path, which: str, caplog: pytest.LogCaptureFixture) -> None:
     case, reason = WHOLE[which]
     found = compared(case, tmp_path)
