@@ -63,6 +63,10 @@ WHOLE = {
         Case(change="centred", call={"control_guidance_start": 0.3}),
         "VerificationError: .* differs from the plain one",
     ),
+    "positions mixed, not verified": (
+        Case(change="centred", verify=False),
+        "VerificationError: .* differs from the plain one",
+    ),
     "not trained": (Case(change="zeros"), "all that it returns is zeros"),
     "bands of fewer rows": (Case(change="deeper", call={"height": 64, "width": 64}), "too few for 2 ranks"),
     "foreign code": (Case(trusted=frozenset()), "may do in any step what it did not in the first"),

@@ -22,6 +22,7 @@ from patchpar.shard.unet.discover import ExchangeSites
 from patchpar.shard.unet.install import compared_at_two_sizes
 from patchpar.shard.unsupported_model import in_one_line
 from patchpar.shard.verification import Comparison, kind_of_call, relative_error, rounding_limit
+from patchpar.shard.verification_cache import NOWHERE, VerificationCache
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class BandedConditioner(PatchedDenoiser):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.verifications is None and self.patch.comm.transport.device.type != "meta":
+            self.verifications = VerificationCache(NOWHERE)  # it need not be split, so that it is compared in any case
         self._whole = set[Hashable]()  # calls that cannot be split: the sizes of tensors, and their kind
 
     def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
