@@ -97,6 +97,14 @@ class BandedTensor(Tensor):
                 source.fetch = None  # or every tensor of the loop would hold all before it
         return source.narrow(plain, number)
 
+    def alone(self, number: int) -> Tensor:
+        """Return a band, of any shape, as it is fetched: nothing is written to the memory of the tensor."""
+        source = self._source
+        if number in source.missing:
+            assert source.fetch is not None
+            return source.fetch(number)
+        return source.narrow(_plain(self), number)
+
     def whole(self) -> Tensor:
         """Return the tensor, of any shape, with all bands."""
         for number in range(len(self._source.sizes)):
@@ -129,7 +137,7 @@ class BandedTensor(Tensor):
             found = _by_bands(name, func, args, kwargs, sources)
             if found is not NotImplemented:
                 return found
-        found = func(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+        found = func(*map_leaves(whole_of, args), **map_leaves(whole_of, kwargs))
         for x in leaves((args, kwargs)):
             if isinstance(x, BandedTensor) and x._source.computed and _has_memory_of(x, found):
                 x._source.complete()  # a plain tensor, through which these bands may change unseen
@@ -201,5 +209,6 @@ def _plain(x: Any) -> Any:
         return x.as_subclass(Tensor)
 
 
-def _whole(x: Any) -> Any:
+def whole_of(x: Any) -> Any:
+    """Return a BandedTensor, of any shape, with all bands, and anything else as it is."""
     return x.whole() if isinstance(x, BandedTensor) else x

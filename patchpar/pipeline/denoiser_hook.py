@@ -1,4 +1,4 @@
-"""Hooks that replace the forward of a denoiser, and of a network that conditions it (ControlNet)."""
+"""Hook that replaces the forward of a denoiser."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,8 @@ from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import ForeignCheck
-from patchpar.shard.hooks import ForwardHook
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
@@ -194,16 +192,3 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         kinds = SharedDenoiser, StagedPatches
         split = [layer for layer in (*self.layers, self.divided) if isinstance(layer, kinds)]
         return sum(layer.history.stale_calls for layer in split if layer.history is not None)
-
-
-def conditioner_hook(guidance: GuidanceSplit, carriers: BatchArguments | None) -> ForwardHook:
-    """Return a hook that lets each guidance rank run its branches of a network that conditions the denoiser.
-
-    The network then raises VerificationError if parts of its batch do not add up to the whole.
-    """
-
-    def run(_: nn.Module, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        guidance.carriers = {} if carriers is None else carriers.of(on_own_lists(plain), (args, kwargs))
-        return guidance.condition(plain, *args, **kwargs)
-
-    return ForwardHook(run)

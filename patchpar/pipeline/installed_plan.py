@@ -12,7 +12,8 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
-from patchpar.pipeline.denoiser_hook import DenoiserHook, conditioner_hook
+from patchpar.pipeline.conditioners import conditioners_of, hooks_on_conditioners, is_left_to_its_compiler
+from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.pipeline.divided_networks import needs_no_values
 from patchpar.pipeline.held_weights import Held
 from patchpar.pipeline.installed_graphs import captured, recorder_of
@@ -24,7 +25,6 @@ from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.batch_arguments import carriers_of
 from patchpar.shard.denoiser import SharedDenoiser, WholeDenoiser
 from patchpar.shard.graphs.recorder import StepRecorder
 from patchpar.shard.graphs.step_graphs import StepGraphs
@@ -35,6 +35,7 @@ from patchpar.shard.stages.patches import StagedPatches
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.tensor.denoiser import TensorDenoiser
+from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.weights.restored import restore_all
@@ -92,7 +93,8 @@ class InstalledPlan:
         self.mesh, self.comm = mesh, comm
         self._recorder = recorder_of(plan, self._wanted, comm.transport)
         verifications = agreed(verifications, (comm, mesh["tensor"]))
-        self._split_guidance(plan, clock, verifications)
+        if plan.cfg > 1:  # once for all networks, since several may take part in one step
+            self.guidance = GuidanceSplit(comm, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
         if plan.weights != "whole":
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
         for module in self._denoisers():
@@ -104,7 +106,8 @@ class InstalledPlan:
             check = None
             if self.guidance is not None and verifications is not None:
                 by_branch = partial(self.guidance.layers_of, module)
-                together = mesh.of_one_image() if plan.stage > 1 else None  # a plain forward takes all stages
+                takes_all = plan.stage > 1 or (plan.patch > 1 and any(conditioners_of(self.pipe)))
+                together = mesh.of_one_image() if takes_all else None  # a plain forward runs stages, or gathers bands
                 check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch, together=together)
             votes = CacheVote(module, comm, [mesh[name] for name in ("patch", "cfg", "data")], clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
@@ -112,6 +115,7 @@ class InstalledPlan:
             hook.weights = self.weights
             self._divide_blocks(module, hook, plan, verifications, in_patches)
             self._register(module, hook)
+        self._install_conditioners(plan, (comm, mesh), clock=clock, split=plan.split, verifications=verifications)
 
     def _in_patches(self, module: nn.Module, plan: Plan, clock: StepClock, verifications: Any) -> Any:
         """Return a denoiser divided over axis `patch`, or one that is whole and captured; None where it is neither."""
@@ -156,17 +160,14 @@ class InstalledPlan:
         if hook.stages is not None:
             hook.stages.beside = tuple(self.pipe.components.values())
 
-    def _split_guidance(self, plan: Plan, clock: StepClock, verifications: Any) -> None:
-        """Prepare axis `cfg`: once for all networks, since several may take part in one step."""
-        if plan.cfg == 1:
-            return
-        assert self.mesh is not None
-        assert self.comm is not None
-        mesh = self.comm, self.mesh["cfg"]
-        self.guidance = GuidanceSplit(*mesh, clock, partial(layers_by_branch, self.pipe))
-        for module in self._conditioners():
-            carriers = None if verifications is None else carriers_of(module, mesh, verifications)
-            self._register(module, conditioner_hook(self.guidance, carriers))
+    def _install_conditioners(self, plan: Plan, mesh: tuple[Communicator, Mesh], **options: Any) -> None:
+        bands = plan.tensor == 1 and any(isinstance(each, PatchedDenoiser) for each in self.patched)
+        for module, hook in hooks_on_conditioners(self.pipe, plan, mesh, self.guidance, bands=bands, **options):
+            if hook.in_bands is not None:
+                self.known.pass_on(hook.in_bands, alone=True)
+                captured(hook.in_bands, self._recorder, self._wanted and "auto")
+                self.patched.append(hook.in_bands)
+            self._register(module, hook)
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
         """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
@@ -177,11 +178,6 @@ class InstalledPlan:
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
-
-    def _conditioners(self) -> list[nn.Module]:
-        """Return a ControlNet that gets the same batch as the denoiser. A MultiControlNet runs whole on every rank."""
-        found = self.pipe.components.get("controlnet")
-        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
 
     def _denoisers(self) -> list[nn.Module]:
         return list(denoisers_of(self.pipe).values())
@@ -247,6 +243,7 @@ class InstalledPlan:
         self, *, tracing: bool, watched: bool = False, previewed: bool = False, call: Any = MappingProxyType({})
     ) -> StatsRecorder:
         """Begin an image; see `HighResDenoiser.expect`. Raises UnsupportedModel, PlanError, ExchangeError."""
+        self._hooked = [each for each in self._hooked if not is_left_to_its_compiler(each)]
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):

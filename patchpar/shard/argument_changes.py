@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from patchpar.comm.async_tensor import AsyncTensor
+from patchpar.comm.banded_tensor import BandedTensor
 from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 
 
@@ -28,8 +29,8 @@ class ArgumentChanges:
         """Note the arguments of a call."""
         live = {key: ref for key, ref in self._changed.items() if not ref.expired()}  # type: ignore[no-untyped-call]
         self._changed = live
-        # An async tensor is of this call, and reading more of it than its form would fetch it, on this rank only.
-        self._tensors = [x for x in tensors_in(call) if not isinstance(x, AsyncTensor)]
+        # Such a tensor is of this call, and reading more of it than its form would fetch it, on this rank only.
+        self._tensors = [x for x in tensors_in(call) if not isinstance(x, (AsyncTensor, BandedTensor))]
         self._is_given_again = any(x.untyped_storage()._cdata in live for x in self._tensors)
         self._held, self._counts = held_by(call), written(self._tensors)
 

@@ -79,8 +79,11 @@ class InstalledHook:
         return self.module._diffusers_hook
 
     def remove(self) -> None:
-        """Remove the hook. A forward that another library has put in front of it stays."""
-        registry, is_behind, passed_over = self._registry, self._has_other_in_front, self._is_passed_over
+        """Remove the hook. A forward that another library has put in front of it stays. Idempotent."""
+        registry = getattr(self.module, "_diffusers_hook", None)
+        if registry is None or registry.get_hook(self.name) is not self.hook:
+            return
+        is_behind, passed_over = self._has_other_in_front, self._is_passed_over
         index = registry._hook_order.index(self.name)
         now, reference = vars(self.module).get("forward"), registry._fn_refs[index]
         later = registry._fn_refs[index + 1] if index + 1 < len(registry._fn_refs) else None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from patchpar.plan.mesh import Axis
     from patchpar.plan.step_clock import StepClock
     from patchpar.shard.transformer.denoiser import TokenDenoiser
+    from patchpar.shard.unet.conditioner import BandedConditioner
     from patchpar.shard.unet.denoiser import PatchedDenoiser
     from patchpar.shard.verification_cache import VerificationCache
 
@@ -65,6 +66,31 @@ class PatchStrategy:
                 denoiser, (comm, axis), policy, clock=clock, split=split, verifications=verifications
             )
         return TokenDenoiser(denoiser, (comm, axis), policy, clock=clock, verifications=verifications)
+
+    def condition(
+        self,
+        network: nn.Module,
+        comm: Communicator,
+        axis: Axis,
+        *,
+        clock: StepClock | None = None,
+        split: str = "auto",
+        verifications: VerificationCache | None = None,
+    ) -> BandedConditioner | None:
+        """Return a network that conditions a denoiser, such as a ControlNet, in bands; None where it stays whole.
+
+        Its exchanges are of this step, whatever the strategy.
+        """
+        from patchpar.shard.attention.dispatch import on_link_of
+        from patchpar.shard.compiled import is_compiled, is_wrapped
+        from patchpar.shard.unet.conditioner import BandedConditioner
+        from patchpar.shard.unet.discover import splits_into_bands
+
+        if is_wrapped(network) or is_compiled(network) or not splits_into_bands(network):
+            return None
+        fresh = ExchangePolicy() if self.policy.remembers else self.policy
+        policy = replace(fresh, keys=on_link_of(comm.transport, fresh.keys))
+        return BandedConditioner(network, (comm, axis), policy, clock=clock, split=split, verifications=verifications)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -316,6 +316,14 @@ def test_images_with_a_feature_are_those_without_graphs(monkeypatch: pytest.Monk
 
 
 @pytest.mark.breadth
+def test_a_controlnet_in_bands_has_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = generated(monkeypatch, "sd_controlnet", "patch=2", graphs=False)
+    found = generated(monkeypatch, "sd_controlnet", "patch=2", graphs=True)
+    assert found.images == wanted.images
+    assert [list(each) for each in found.replays] == [[2 * (STEPS - 2), 2 * (STEPS - 1)]] * 2  # of both networks
+
+
+@pytest.mark.breadth
 def test_a_traced_call_has_every_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     found = generated(monkeypatch, "sdxl", "patch=2", graphs=True, sizes=SIZES[:1], tracing=True)
     assert [list(each) for each in found.replays] == [[0]] * 2

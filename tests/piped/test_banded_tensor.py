@@ -200,3 +200,21 @@ def test_what_was_computed_of_a_tensor_that_changes_through_a_view_counts_too(vi
         eval(view).zero_()
         results.append(twice.whole() if isinstance(twice, BandedTensor) else twice)
     assert torch.equal(*results)
+
+
+def test_a_band_alone_is_not_written_to_memory() -> None:
+    """And is what the whole has there, before and after all bands are fetched."""
+    found = torch.arange(24.0).reshape(1, 1, 6, 4)
+    asked = list[int]()
+
+    def fetch(band: int) -> Tensor:
+        asked.append(band)
+        return found.narrow(-2, 2 * band, 2)
+
+    banded = BandedTensor.of(torch.full((1, 1, 6, 4), torch.nan), -2, (2, 2, 2), fetch)
+    assert torch.equal(banded.alone(1), found.narrow(-2, 2, 2))
+    assert asked == [1]
+    assert bool(banded.buffer.isnan().all())
+    assert torch.equal(banded.whole(), found)
+    assert torch.equal(banded.alone(1), found.narrow(-2, 2, 2))
+    assert asked == [1, 0, 1, 2]

@@ -195,15 +195,16 @@ def test_guidance_in_two_calls_goes_on_between_them(hold: Hold, name: str) -> No
                 assert relative_error(elsewhere.result(SECONDS), want) <= EXACT
 
 
-def test_a_controlnet_whose_outputs_are_not_gathered(hold: Hold) -> None:
+@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
+def test_a_controlnet_whose_outputs_are_not_gathered(hold: Hold, plan: str) -> None:
     """The rank that records reads no more of them than the other one, which would not answer."""
     tiny = build("sd_controlnet")
     arguments = arguments_of(tiny)
     want = tiny.pipe(**arguments)
     with hold(tiny.pipe) as pipe:
-        output, suspended = recorded(pipe, "cfg=2", **{**arguments, "generator": generator()})
+        output, suspended = recorded(pipe, plan, **{**arguments, "generator": generator()})
         assert relative_error(output, want) <= EXACT
-        again = pipe.submit(**{**arguments, "generator": generator()}, plan="cfg=2", resume=cut(suspended, 1))
+        again = pipe.submit(**{**arguments, "generator": generator()}, plan=plan, resume=cut(suspended, 1))
         assert relative_error(again.result(SECONDS), output) == 0.0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.banded_tensor import BandedTensor
+from patchpar.comm.banded_tensor import BandedTensor, whole_of
 from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.pytree import leaves, map_leaves, tensors_in
 from patchpar.comm.transport import Work
@@ -176,7 +176,7 @@ class PipedOnStages(PipedDenoiser):
             cache.begin(0, 0, None)
             self._whole(forward, *own.args, **own.kwargs)
             cache.begin(0, 1, None)
-            output = map_leaves(_whole, self._in_pieces(forward, *own.args, **own.kwargs))
+            output = map_leaves(whole_of, self._in_pieces(forward, *own.args, **own.kwargs))
         self._hold([], calls=0)
         pairs = [(x, y) for x, y in zip(tensors_in(output), wanted, strict=True) if y.is_floating_point()]
         limit = LOOSE * rounding_limit(y for _, y in pairs)
@@ -198,7 +198,7 @@ class PipedOnStages(PipedDenoiser):
         assert self._now is not None
         stage = self.stages.new_pass([self._now.whole])
         through = self.stages.through(stage, forward)
-        found = self._whole_here(through, *map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+        found = self._whole_here(through, *map_leaves(whole_of, args), **map_leaves(whole_of, kwargs))
         return stage.finish(found)
 
     def _in_pieces(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -255,10 +255,6 @@ class PipedOnStages(PipedDenoiser):
         self.stages.restore()
         super().restore()
         self._known.clear()
-
-
-def _whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, BandedTensor) else x
 
 
 def _buffer(x: Any) -> Any:

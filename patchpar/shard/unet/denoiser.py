@@ -3,14 +3,14 @@
 Common to all patch strategies; a strategy decides what its exchange points exchange and when.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_with_path
+from torch.utils._pytree import keystr, tree_map_with_path
 
 from patchpar.comm.collectives import AllGather
 from patchpar.comm.pytree import with_own_lists
@@ -25,9 +25,10 @@ from patchpar.shard.foreign.cuts import band_cuts
 from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
+from patchpar.shard.unet.banded_maps import has_bands, with_own_bands
 from patchpar.shard.unet.discover import ExchangeSites, discover
-from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, first_tensor
-from patchpar.shard.unet.spatial_arguments import level_of, map_of
+from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, compared_predictions, first_tensor
+from patchpar.shard.unet.spatial_arguments import level_of, map_of, refuse_arguments
 from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, kind_of_call, verify_once
 
 Kind = tuple[int, tuple[Hashable, ...]]
@@ -46,6 +47,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     _learns: ClassVar[str] = "_learnt"
     _holds_for_all_plans: ClassVar[bool] = True
+    _called: ClassVar[str] = "the denoiser"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,6 +57,7 @@ class PatchedDenoiser(SharedDenoiser):
         self._sites: ExchangeSites | None = None  # those that are installed
         self._sharded: UNetSharder | None = None
         self._gather = AllGather(*self.mesh, "prediction", "prediction")
+        self._in_bands_before = frozenset[str]()  # paths of maps of this call of which only this rank's bands are here
 
     @property
     def sites(self) -> ExchangeSites | None:
@@ -95,11 +98,15 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _in_step(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> Any:
         try:
+            if has_bands(call):
+                beside = self._use_bands(map_of(*call)).beside
+                call, self._in_bands_before = with_own_bands(call, self.patch, beside)
             if self.history is None:
                 return self._steady(self._exact_kind, partial(self._exactly, forward), call)
             return self._with_stale_state(self.history, forward, *call[0], **call[1])
         finally:
             self.patch.active = False  # other calls of the denoiser's forward are plain ones
+            self._in_bands_before = frozenset()
 
     def prepare(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Find where ranks have to exchange in such a call, and verify it, unless it is known. Raises as `denoise`."""
@@ -144,8 +151,10 @@ class PatchedDenoiser(SharedDenoiser):
         self._learnt[kind[1]] = sites
         self._put_in(kind)
         if self.verifications is not None:
-            compare = partial(compared_at_two_sizes, call=call, sites=sites, patch=self.patch)
-            self.error = self._checked(compare, forward, self._facts(sites, call))
+            self.error = self._checked(partial(self._compared, call, sites), forward, self._facts(sites, call))
+
+    def _compared(self, call: tuple[Any, Any], sites: ExchangeSites, split: Any, plain: Any) -> Any:
+        return compared_at_two_sizes(split, plain, call, sites, self.patch, compared_predictions)
 
     def _put_in(self, kind: Kind) -> None:
         """Install the exchange points of a kind of call, if others are installed or none."""
@@ -165,7 +174,7 @@ class PatchedDenoiser(SharedDenoiser):
         """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
-        what = f"the denoiser split into {self.patch.axis.size} bands"
+        what = f"{self._called} split into {self.patch.axis.size} bands"
         way_out = f". {self.foreign.suspected} mixes positions in a way patchpar does not know: {WAY_OUT}"
         try:
             return verify_once(self.verifications, facts, self.mesh, compare, what, way_out)
@@ -215,14 +224,22 @@ class PatchedDenoiser(SharedDenoiser):
         return self._join(output, report, meanwhile=history.cache.end)
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        assert self._sites is not None
         patch, sample = self.patch, map_of(args, kwargs)
-        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self._sites.total_stride)
+        beside = self._use_bands(sample).beside
         patch.whole, patch.active = sample, self.exchange != "off"
-        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self._sites.beside), (args, kwargs))
+        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
+    def _use_bands(self, sample: Tensor) -> ExchangeSites:
+        """Set the bands of a call with that sample [B, C, H, W] or [B, C, F, H, W]; return where ranks exchange."""
+        assert self._sites is not None
+        patch = self.patch
+        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self._sites.total_stride)
+        return self._sites
+
     def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
+        if self._in_bands_before and keystr(path) in self._in_bands_before:
+            return x
         level = level_of(path, x, sample, beside)
         if level is None:
             return x
@@ -280,17 +297,3 @@ def bands_of(total: int, axis: Axis, unit: int) -> Bands:
         return split_bands(total, axis.size, unit, axis.ratio)
     except ValueError as error:
         raise PlanError(f"{error}: use at most {max(1, total // unit)} on axis 'patch', or a larger image") from error
-
-
-REFUSED = {
-    "gligen": "GLIGEN boxes are positions in the whole image",
-}
-
-
-def refuse_arguments(kwargs: Any, refused: Mapping[str, str] = REFUSED) -> None:
-    """Raise UnsupportedModel for arguments that address the whole image inside a layer; `refused`: reasons by name."""
-    for name in kwargs.get("cross_attention_kwargs") or {}:
-        if name in refused:
-            raise UnsupportedModel(
-                f"{name} cannot be used with axis 'patch' ({refused[name]}): use plan cfg=2 or data=N"
-            )

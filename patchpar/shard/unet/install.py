@@ -132,37 +132,53 @@ def verification_sizes(total_stride: int, group_ranks: int) -> tuple[tuple[Size,
 
 
 def compared_at_two_sizes(
-    split: Callable[..., Any], plain: Callable[..., Any], call: Call, sites: ExchangeSites, patch: LocalPatch
+    split: Callable[..., Any],
+    plain: Callable[..., Any],
+    call: Call,
+    sites: ExchangeSites,
+    patch: LocalPatch,
+    compared: Callable[[Any, Any], Comparison],
 ) -> Iterator[list[Comparison]]:
-    """Yield comparisons of `split` with `plain` on this rank, on inputs like `call`'s at the `verification_sizes`."""
+    """Yield comparisons of `split` with `plain` on this rank, on inputs like `call`'s at the `verification_sizes`.
+
+    `compared` takes two outputs.
+    """
     found = []
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, patch.axis.size)):
         turned = sizes if patch.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad(), full_precision():
             size, want = plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
-            got = first_tensor(split(*args, **kwargs))
-            found.append(Comparison(relative_error(got, want), rounding_limit([want])))
+            found.append(compared(split(*args, **kwargs), want))
     yield found
+
+
+def compared_predictions(got: Any, want: Any) -> Comparison:
+    """Return the comparison of the predictions in two outputs."""
+    prediction = first_tensor(want)
+    return Comparison(relative_error(first_tensor(got), prediction), rounding_limit([prediction]))
 
 
 def plain_at(
     sizes: Sequence[Size], plain: Callable[..., Any], call: Call, known: ExchangeSites, seed: int
-) -> tuple[Size, Tensor]:
-    """Return the first of `sizes` that the plain denoiser takes, and its prediction there."""
+) -> tuple[Size, Any]:
+    """Return the first of `sizes` that the plain denoiser takes, and its output there."""
     for size in sizes:
         args, kwargs = with_sample_size(*call, size, seed=seed, beside=known.beside)
         try:
-            prediction = first_tensor(plain(*args, **kwargs))
+            output = plain(*args, **kwargs)
         except Exception as error:  # skip connections of different sizes: this denoiser takes whole multiples only
             if size == sizes[-1] or not is_of_the_split(error):
                 raise
             continue
-        if tuple(prediction.shape[-2:]) == size:  # or it has cut the remainder
+        if tuple(first_tensor(output).shape[-2:]) == size:  # or it has cut the remainder
             break
-    return size, prediction
+    return size, output
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the prediction [B, C, H, W] or [B, C, F, H, W] of a denoiser call from a tensor, tuple or output class."""
-    return output if isinstance(output, Tensor) else output[0]
+    """Return the prediction [B, C, H, W] or [B, C, F, H, W] of a denoiser call from a tensor, tuple or output class.
+
+    Of a network that returns lists of maps it is the first map.
+    """
+    return output if isinstance(output, Tensor) else first_tensor(output[0])

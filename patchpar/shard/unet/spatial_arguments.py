@@ -101,3 +101,17 @@ def with_sample_size(
 
     new_args, new_kwargs = tree_map_with_path(resized, (tuple(args), dict(kwargs)))
     return new_args, new_kwargs
+
+
+REFUSED = {
+    "gligen": "GLIGEN boxes are positions in the whole image",
+}
+
+
+def refuse_arguments(kwargs: Any, refused: Mapping[str, str] = REFUSED) -> None:
+    """Raise UnsupportedModel for arguments that address the whole image inside a layer; `refused`: reasons by name."""
+    for name in kwargs.get("cross_attention_kwargs") or {}:
+        if name in refused:
+            raise UnsupportedModel(
+                f"{name} cannot be used with axis 'patch' ({refused[name]}): use plan cfg=2 or data=N"
+            )

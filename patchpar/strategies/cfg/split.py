@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.comm.async_tensor import AsyncMessage
+from patchpar.comm.banded_tensor import whole_of
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import tensors_in, with_tensors
 from patchpar.comm.transport import TensorSpec
@@ -199,13 +200,14 @@ class GuidanceSplit:
             return forward(*args, **kwargs)
         own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)
-        own = [x.contiguous() for x in tensors_in(output)]
+        own = [x if x.is_contiguous() else x.contiguous() for x in tensors_in(output)]  # not of bands: these stay so
         shapes = self._part_shapes(own, (args, kwargs), when) if batch.by_item else [(x.shape,) for x in own]
         largest = [largest_of(each) for each in shapes]
         specs = [((axis.size * shape[0], *shape[1:]), x.dtype) for x, shape in zip(own, largest, strict=True)]
 
         def fetch() -> list[Tensor]:
-            filled = with_tensors(output, [filled_up(x, shape) for x, shape in zip(own, largest, strict=True)])
+            parts = zip(map(whole_of, own), largest, strict=True)
+            filled = with_tensors(output, [filled_up(x, shape) for x, shape in parts])
             return tensors_in(batch.join(self._post.exchange(filled, when)))
 
         differ = shapes if batch.by_item else ()

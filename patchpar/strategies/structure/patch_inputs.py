@@ -16,7 +16,7 @@ from torch import Tensor
 from patchpar.comm.pytree import with_tensors
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.batch import SAMPLE_NAMES, sample_of
-from patchpar.shard.unet.denoiser import REFUSED, refuse_arguments
+from patchpar.shard.unet.spatial_arguments import REFUSED, refuse_arguments
 from patchpar.shard.verification import Call
 
 
