@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError, StreamDelivery
-from patchpar.stream.live_audio import LiveAudio
+from patchpar.stream.live_inputs import LiveAudio
 from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment
 
 from .feeds import LiveFeed, VideoFeed

@@ -54,7 +54,7 @@ ONLY = {
     "stream.audio.pcm_pipe": {"errors", "plan.scalars"},
     "stream.audio.resample": set(),
     "pipeline.image_metrics": {"errors"},
-    "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators"},
+    "pipeline.messages": {"errors", "plan", "pipeline.rank_stats", "shard.generators", "shard.torch_switches"},
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {
         *("errors", "plan.byte_sizes", "plan.scalars", "launch", "models", "strategies", "stream"),

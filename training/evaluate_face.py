@@ -100,7 +100,7 @@ def held_out_talk(number: int, seconds: float) -> Talk:
 def stream_of(avatar: Avatar, talk: Talk) -> WanStream:
     """The model of a talk's stream, which begins with its face and its prompt."""
     decoder = WanDecoder(avatar.vae)
-    sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
+    sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())[None]))
     run = StreamRun(
         ranks=1,
         seed=talk.seed,

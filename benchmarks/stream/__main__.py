@@ -23,13 +23,13 @@ from benchmarks.page import publish
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
-from patchpar.stream.causal_model import Payload
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, EndStream, StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import FinishedBlock, Order, StageIO
-from patchpar.stream.stage_loop import StageLoop
+from patchpar.stream.stage_link import Payload
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
@@ -41,7 +41,7 @@ IMAGE_RANKS = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sleeper:
-    """A CausalModel that only takes time: `costs.step` per denoising step, `costs.decode` per block."""
+    """A WanStream that only takes time: `costs.step` per denoising step, `costs.decode` per block."""
 
     steps: int
     costs: StreamCosts

@@ -23,10 +23,8 @@ import torch
 from benchmarks.page import publish
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import AudioTrack
-from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.delivery import Output, StreamDelivery, StreamFormat
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, PromptUpdate, StreamRun
-from patchpar.stream.rank_driver import Output
 from patchpar.stream.session import StreamSession
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
@@ -101,9 +99,8 @@ def through_an_outage(output: Output) -> tuple[list[Displayed], float]:
     """Chunks of a live stream, and when its outage began, in seconds since the beginning."""
     course = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=False)
     delivery = StreamDelivery(output=output, pace="realtime")
-    limits = StreamLimits(credit=4)
     track = AudioTrack(AUDIO, LATENTS)
-    with StreamSession(SleepingRanks().run, (course,), limits, FORMAT, delivery, track) as stream:
+    with StreamSession(SleepingRanks().run, (course,), FORMAT, delivery, track, credit=4) as stream:
         stream.begin(PromptUpdate(text="a"))
         begin, displayed = time.monotonic(), list[Displayed]()
         outage = FORMAT.seconds(OUTAGE_BLOCK + 1)

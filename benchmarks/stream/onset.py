@@ -34,11 +34,11 @@ from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.audio.conditioner import audio_levels
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.simulate import StreamCosts
 from patchpar.stream.stage import FinishedBlock, Order, StageIO
-from patchpar.stream.stage_loop import StageLoop
 
 FRAMES = 12
 PIECE = 0.0125

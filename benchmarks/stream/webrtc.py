@@ -29,8 +29,7 @@ from aiortc import MediaStreamTrack, RTCConfiguration, RTCPeerConnection, RTCSes
 
 from benchmarks.page import publish
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
-from patchpar.stream.live_video import Camera, LiveFrames
+from patchpar.stream.live_inputs import Camera, LiveFrames
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, StreamRun
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo
@@ -157,9 +156,7 @@ def through_a_stream(count: int) -> list[float]:
     course = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=False)
     video = LiveVideo(lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
     delivery = StreamDelivery(pace="realtime", output="skip_to_live")
-    session = StreamSession(
-        EchoingRanks().run, (course,), StreamLimits(credit=3), FORMAT, delivery, None, FrameSources(video=video)
-    )
+    session = StreamSession(EchoingRanks().run, (course,), FORMAT, delivery, None, FrameSources(video=video), credit=3)
     with session.begin() as stream:
         source = Camera(camera)
         source.start()

@@ -8,7 +8,8 @@ image (strategy exact), and calls them in turn, each as often first, second and 
 over the turns; that of whole weights again is 1 but for chance. A block computes: with whole weights; gather: of a
 block alone, while nothing is computed; means of all blocks. Beside each ratio is that of two laws of a pass: the sum of
 max(block, next gather) where something else copies while a block computes, and the sum of blocks and gathers where one
-core does both, as here: nothing is hidden on a CPU.
+core does both, as here: nothing is hidden on a CPU. Weights are used where they lie, so that a gather copies only what
+lies in several shards.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def page(models: tuple[str, ...], ranks: tuple[int, ...], turns: int) -> Iterato
         "no gather takes longer than the block before it computes, so that by the law for gathers beside the computing "
         "(`beside`: each block or the next gather, whichever is longer) it adds nothing. On a CPU the core that "
         "computes also copies, so that nothing runs beside it: by the law for that (`in turn`) a call takes the sum "
-        "of both. Processor time: of all ranks together. In brackets: whole weights again, which is 1 but for chance. "
+        "of both. Weights are used where they lie, and what lies in several shards is copied. Processor time: of all ranks together. In brackets: whole weights again, which is 1 but for chance. "
         f"Load of the machine at the start: {load:.1f} on {os.cpu_count()} cores. "
         "`python -m benchmarks.weights.slowdown`"
     )

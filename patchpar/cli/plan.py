@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,8 @@ LISTED = 4
 class PlanFlags(SimulatedCallFlags):
     """The flags of `plan`."""
 
+    fresh: Annotated[bool, typer.Option("--fresh", help="Record and search anew, whatever is kept.")] = False
+
 
 def plan(request: PlanFlags) -> None:
     """Find the plan with the shortest predicted step on a machine."""
@@ -38,12 +40,12 @@ def plan(request: PlanFlags) -> None:
 
 
 def _searched(request: PlanFlags) -> PlanSearchResult:
-    from patchpar.pipeline.planner.search import search
+    from patchpar.pipeline.planner.kept_searches import searched
     from patchpar.strategies import parse_strategy
 
     strategy = parse_strategy(request.strategy or "exact")
-    simulator = request.simulator()
-    found = search(simulator.machine, simulator.call.branches, strategy, simulator.of)
+    simulator = request.simulator(fresh=request.fresh)
+    found = searched(simulator, simulator.call.branches, strategy)
     found.best  # noqa: B018 - raises where nothing fits
     return found
 

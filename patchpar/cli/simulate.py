@@ -45,12 +45,12 @@ class SimulatedCallFlags:
         check_guidance(self.guidance_scale)
         check_positive(self, "height", "width", "num_frames", "steps")
 
-    def simulator(self) -> Simulator:
-        """Return what simulates the call. Raises PlanError."""
+    def simulator(self, *, fresh: bool = False) -> Simulator:
+        """Return what simulates the call; `fresh`: whatever is kept. Raises PlanError."""
         from patchpar.pipeline.planner.simulate import Simulator
 
         loading = given(torch_dtype=self.dtype, graphs=self.graphs)
-        return Simulator(self.model, self.machine, loading, self._call())
+        return Simulator(self.model, self.machine, loading, self._call(), fresh=fresh)
 
     def _call(self) -> dict[str, Any]:
         return given(
@@ -81,6 +81,7 @@ def simulate(request: SimulateFlags) -> None:
         if request.trace is not None:
             from patchpar.plan.replay.chrome_trace import write_chrome_trace
 
+            assert found.replayed is not None  # only results of searches are kept without
             with full_disk_named(request.trace):
                 write_chrome_trace(request.trace, found.replayed)
         if request.json:

@@ -1,11 +1,12 @@
 """An exchange that is repeated in every step, with the same messages in the same buffers: nothing is planned again.
 
 KnownGather      one tensor of each rank
+KnownRead        the same where all tensors lie in memory that this rank maps, so that none is sent
 MessagePlan      where the tensors of messages to and from each rank lie, in one buffer that is sent and one received
 KnownExchange    the exchange in buffers of its own, as one operation of all ranks of an axis
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,38 @@ def known_gather(axis: Axis, kind: str, where: str, own: Tensor, into: Tensor) -
     messages = (Outgoing(axis.other_ranks, (own,)),), tuple(incoming)
     booked = (kind, layout.num_bytes, layout.num_bytes)
     return KnownGather(booked, where, axis.ranks, own, into, own_row, layout.incoming, messages)
+
+
+class KnownRead(NamedTuple):
+    """A gather of values of all ranks that this one can read, and that do not change. `booked`: as if they were sent.
+
+    `copies`: pairs of memory to write to and to read, of one shape each; what is used where it lies is in none.
+    """
+
+    booked: tuple[str, int, int]
+    where: str
+    ranks: tuple[int, ...]
+    copies: tuple[tuple[Tensor, Tensor], ...]
+
+    def begin(self, transport: Transport, collectives: Collectives | None) -> Work[Any]:
+        """Return what copies when it is waited for, right before the values are used. Raises ExchangeError."""
+        transport.check(self.where)
+        return ReadWork(self.copies, self.where)
+
+
+class ReadWork(Work[None]):
+    """Values that are copied when they are waited for."""
+
+    def __init__(self, copies: Sequence[tuple[Tensor, Tensor]], where: str) -> None:
+        super().__init__((), where)
+        self._copies = copies
+
+    def _finish(self) -> None:
+        for into, x in self._copies:
+            into.copy_(x)
+
+    def _receive(self, index: int) -> list[Tensor]:
+        raise IndexError(f"{self.where}: no message {index}")
 
 
 class KnownExchange(NamedTuple):
@@ -154,4 +187,4 @@ def _tensors(specs: Specs, part: Tensor) -> list[Tensor]:
     return layout.views(part.narrow(0, 0, layout.size * layout.dtype.itemsize).view(layout.dtype))
 
 
-Known = KnownGather | KnownExchange
+Known = KnownGather | KnownRead | KnownExchange

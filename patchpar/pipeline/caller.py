@@ -7,7 +7,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from patchpar.errors import UnsupportedModel
-from patchpar.launch.torch_switches import caller_autocast, caller_switches
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.quiet_libraries import import_quietly
 from patchpar.pipeline.call_journal import CallJournal
@@ -32,6 +31,7 @@ from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.pipeline.step_callbacks import CallbackTensors, refuse_for_some_prompts
 from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.plan.plan import Plan
+from patchpar.shard.torch_switches import TorchModes
 from patchpar.strategies.data.split import merge_outputs
 
 C = TypeVar("C", bound="CallController")
@@ -53,7 +53,7 @@ class CallController:
         self._on_step: Callable[[int, int], object] | None = None
         self._bar_options: Mapping[str, Any] | None = None  # None: there is no progress bar, as of jobs
         self._random: RandomState | None = None  # None: that of the thread which makes the call
-        self._autocast = caller_autocast()
+        self._modes = TorchModes.now(of_process=kind == "local")
         self._callback = self._take_callback()
         self._thread: int | None = None
         self._import: threading.Thread | None = None
@@ -89,7 +89,7 @@ class CallController:
     def alone(self, kind: type[C], kwargs: Mapping[str, Any]) -> C:
         """Return a call with other arguments, otherwise like this one, without a callback and previews."""
         found = kind(self._owner, kwargs, kind=self._kind, output_module=self._output_module)
-        found._autocast = self._autocast
+        found._modes = self._modes
         return found
 
     @property
@@ -140,8 +140,7 @@ class CallController:
             records=self.journal is not None,
             recorded=recorded,
             adapters=self.adapters,
-            switches=caller_switches() if self._kind == "local" else None,
-            autocast=self._autocast,
+            modes=self._modes,
         )
 
     @contextmanager

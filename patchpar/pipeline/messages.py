@@ -7,6 +7,7 @@ from typing import Any
 
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.plan.plan import Plan
+from patchpar.shard.torch_switches import TorchModes
 
 ANY_RANK = {"per rank": True}  # of a field that may differ between ranks of torchrun, see launch.argument_mismatch
 
@@ -85,10 +86,8 @@ class CallOptions:
     decoded images of so many, which all ranks of the call make together. `records`: one rank of each prompt group sends
     a RecordedPrediction after each call of a denoiser. `recorded`: those of an earlier call with the same arguments;
     the pipeline gets these predictions, and the first denoiser call that is made is the one behind them. `adapters`:
-    names and scales of those that act in this call; None for the pipeline's selection. `switches`: torch's in the
-    caller's process, see `torch_switches`; None where ranks keep their own. `autocast`: the names of dtypes of the
-    caller's autocast, by type of device. `noise_of_first`: the first of the ranks samples for all, see
-    `shard.shared_noise`.
+    names and scales of those that act in this call; None for the pipeline's selection. `modes`: what the
+    caller has set of torch. `noise_of_first`: the first of the ranks samples for all, see `shard.shared_noise`.
     """
 
     plan: Plan
@@ -106,8 +105,7 @@ class CallOptions:
     recorded: tuple[RecordedPrediction, ...] = ()
     adapters: tuple[tuple[str, float], ...] | None = None
     decoded_previews: int = 0
-    switches: Mapping[str, Any] | None = None
-    autocast: Mapping[str, str] = field(default_factory=dict)
+    modes: TorchModes = field(default_factory=TorchModes)
     noise_of_first: bool = False
     quiet: bool = field(default=False, metadata=ANY_RANK)
     progress_bar: Mapping[str, Any] | None = field(default=None, metadata=ANY_RANK)
@@ -127,13 +125,13 @@ class CallOptions:
     @property
     def to_install(self) -> dict[str, Any]:
         """What the ranks install before the call, unless they have."""
-        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "switches", "autocast")
+        names = ("plan", "verify", "trusted_code", "vae", "graphs", "symmetric_memory", "modes")
         return {name: getattr(self, name) for name in names} | {"ranks": self.members}
 
     @property
     def is_forecast(self) -> bool:
         """Whether forecasts are of such a call: its ranks make all of it, in the dtype of its networks."""
-        return not (self.recorded or self.decoded_previews or self.autocast)
+        return not (self.recorded or self.decoded_previews or self.modes.autocast)
 
 
 EVERY_STEP = 2**31

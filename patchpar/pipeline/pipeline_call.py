@@ -16,7 +16,6 @@ from torch import Tensor, device, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
-from patchpar.launch.torch_switches import take_switches, under_autocast
 from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.models.ip_adapters import with_checked_sources
@@ -73,18 +72,17 @@ class PipelineCall:
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline, with the caller's switches and autocast. Networks keep nothing of a call that fails."""
-        take_switches(self.options.switches)
         arguments = with_embeddings_on(device(self.context.device), kwargs)
         if self.options.has_callback:
             arguments |= asking(self.pipe, self._ask_callback)
         with ExitStack() as stack:
+            stack.enter_context(self.options.modes.on(device(self.context.device).type))
             if self.options.decoded_previews:
                 is_callers = self.context.world_size == 1
                 self._decoder = PreviewDecoder(
                     self.pipe, self.options.plan, device(self.context.device), aside=self._aside, is_callers=is_callers
                 )
                 stack.enter_context(self._decoder.watching(arguments))
-            stack.enter_context(under_autocast(self.options.autocast, device(self.context.device).type))
             stack.enter_context(self._stepping())
             stack.enter_context(PausePointHooks(self.pipe, self._pause_point))
             if self.calls is not None:

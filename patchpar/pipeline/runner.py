@@ -21,7 +21,6 @@ from torch import nn
 from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.launch.torch_switches import under_autocast
 from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
@@ -50,6 +49,7 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import COMPILES_BLOCKS, ONE_GRAPH_FOR_ALL, unify_processors
 from patchpar.shard.generator_states import GeneratorStates
 from patchpar.shard.generators import generators_of
+from patchpar.shard.torch_switches import TorchModes
 from patchpar.shard.vae.parallel import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
@@ -115,15 +115,15 @@ class PipelineRunner:
         name: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        autocast: Any = (),
         *,
         everywhere: bool = False,
         random: RandomState | None = None,
+        modes: TorchModes | None = None,
     ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, without exchange points: it may replace modules.
 
         The result is returned by the first rank, or with `everywhere`, where every rank has its own caller, by all.
-        `autocast`, `random`: see CallOptions. Raises UnsupportedModel for a returned network, and what the method does.
+        `random`, `modes`: see CallOptions. Raises what it does, UnsupportedModel for a returned network.
         """
         if everywhere and self.context.world_size > 1:  # under torchrun each process has a random state of its own
             TorchrunSync(self.context, self.device, kwargs, args).begin()
@@ -134,7 +134,7 @@ class PipelineRunner:
         if name.endswith(f".{COMPILES_BLOCKS}") and Version(torch.__version__) < ONE_GRAPH_FOR_ALL:
             unify_processors(method.__self__)
         args, kwargs = of_method_on(self.device, name, *with_checked_sources(method, args, kwargs))
-        with under_autocast(autocast, self.device.type), MethodRandom(random, self.device) as sampled:
+        with (modes or TorchModes()).on(self.device.type), MethodRandom(random, self.device) as sampled:
             result = done_or_undone(self.pipe, name, method, args, kwargs)
         states = tuple(each.get_state() for each in generators_of(kwargs, args))
         found = MethodResult(described=self._described_anew(), generators=states, random=sampled.after)

@@ -30,6 +30,7 @@ from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.pipeline.validate import check_plan_for, noise_of_first
 from patchpar.plan.plan import Plan
 from patchpar.shard.generators import generators_of
+from patchpar.shard.torch_switches import TorchModes
 
 log = logging.getLogger(__name__)
 INTERRUPT = "_interrupt"
@@ -242,6 +243,7 @@ class PipelineState:
         """Call a method of the pipeline or of one of its networks on every rank. Raises PlanError for pickles."""
         args, kwargs = with_part_names(args, kwargs, self._part_name_of)
         words, options = engine_call(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
+        options["modes"] = TorchModes.now(of_process=self.ranks.kind == "local")
         if self.ranks.kind == "local":
             options["random"] = caller_random_state()
         elif self.ranks.kind == "torchrun":

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.launch.replay import CallEffects, NamedAdapters
-from patchpar.launch.torch_switches import caller_autocast
 from patchpar.models.files import path_of
 
 COMPUTES = frozenset(
@@ -116,8 +115,7 @@ def engine_call(
     """Return arguments and options of `Executor.call` that run the method `path` on every rank."""
     whole, named = with_whole_paths(path, args, kwargs)
     change = change_of(path, whole, named, is_fresh=is_fresh)
-    words = ["apply", path, whole, named, *([] if change else [caller_autocast()])]
-    return words, {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
+    return ["apply", path, whole, named], {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
 
 
 def with_whole_paths(

@@ -20,8 +20,9 @@ from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.model_to_load import ModelInFiles, ModelToLoad
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
+from patchpar.pipeline.planner.kept_searches import searched
 from patchpar.pipeline.planner.overlap import leaves_overlap_open, overlap_of
-from patchpar.pipeline.planner.search import PlanSearchResult, search
+from patchpar.pipeline.planner.search import PlanSearchResult
 from patchpar.pipeline.planner.simulate import GRAPHS, Simulator
 from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
@@ -204,7 +205,7 @@ class TimedPlans:
         try:
             machine = self._kept.of(self._devices)
             simulator = Simulator(self._folder, machine, self._options, dict(call))
-            return search(machine, branches, "exact", simulator.of, in_order=True)
+            return searched(simulator, branches, "exact", in_order=True)
         except PlanError as error:
             return error
 

@@ -48,13 +48,26 @@ class InstalledHook:
                 "have: call its restore() before, or give this one a copy that was made before both"
             )
         registry.register_hook(self.hook, self.name)
-        self._wrapper = vars(module)["forward"]
+        self._wrapper, self._chained = vars(module)["forward"], registry._fn_refs[-1].forward
 
     @property
     def is_reached(self) -> bool:
         """Whether a call of the module runs the hook first, or hooks of diffusers that were installed after it."""
+        return not self._is_passed_over and not self._has_other_in_front
+
+    @property
+    def _has_other_in_front(self) -> bool:
         last = self._registry._hook_order[-1]
-        return last != self.name or vars(self.module).get("forward") is self._wrapper
+        return last == self.name and vars(self.module).get("forward") is not self._wrapper
+
+    @property
+    def _is_passed_over(self) -> bool:
+        """Whether a hook that was installed before it has been removed: diffusers then calls what was beneath that."""
+        return self._reference.forward is not self._chained
+
+    @property
+    def _reference(self) -> Any:
+        return self._registry._fn_refs[self._registry._hook_order.index(self.name)]
 
     def reinstall(self) -> None:
         """Reinstall the hook in front of a forward that another library has put in front of it."""
@@ -67,22 +80,29 @@ class InstalledHook:
 
     def remove(self) -> None:
         """Remove the hook. A forward that another library has put in front of it stays."""
-        registry, reached = self._registry, self.is_reached
+        registry, is_behind, passed_over = self._registry, self._has_other_in_front, self._is_passed_over
         index = registry._hook_order.index(self.name)
         now, reference = vars(self.module).get("forward"), registry._fn_refs[index]
         later = registry._fn_refs[index + 1] if index + 1 < len(registry._fn_refs) else None
         later_forward = None if later is None else later.forward
-        beneath = reference.original_forward or reference.forward
+        beneath = reference.forward if passed_over else reference.original_forward or reference.forward
         registry.remove_hook(self.name, recurse=False)
         reference.forward = beneath  # references to the hooked forward call the one beneath
         if later is not None and later.original_forward is not None:  # that hook calls it directly
             later.original_forward, later.forward = beneath, later_forward
         if self._fresh and not registry.hooks:
             del self.module._diffusers_hook
-        if not reached:
+        if is_behind:
             vars(self.module)["forward"] = now
         elif not registry.hooks:
-            _put_back(self.module, "forward", self._before)
+            _put_back(self.module, "forward", _unless_of_class(beneath, self.module) if passed_over else self._before)
+        elif passed_over and later is None:
+            vars(self.module)["forward"] = beneath
+
+
+def _unless_of_class(forward: Any, module: nn.Module) -> Any:
+    """Return a forward as a module's own attribute; MISSING for that of its class."""
+    return MISSING if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 class HookSet(ExitStack):

@@ -26,7 +26,9 @@ DECIDES_ALIKE = {
     "MagCacheConfig": "by the number of the step",
     "TaylorSeerCacheConfig": "by the number of the step",
 }
-BY_STEP = frozenset({"FasterCacheConfig", "PyramidAttentionBroadcastConfig", "TextKVCacheConfig"})
+KEEPS_ATTENTION = "PyramidAttentionBroadcastConfig"
+"""Which it leaves out by the number of the call: with split tokens each rank keeps that of its own."""
+BY_STEP = frozenset({"FasterCacheConfig", KEEPS_ATTENTION, "TextKVCacheConfig"})
 """Of a denoiser with whole images these too decide alike on all ranks."""
 CONFIGURED_BY = {
     "first_block_cache": "FirstBlockCacheConfig",
@@ -41,16 +43,17 @@ CONFIGURED_BY = {
 DECISION = "_should_compute_remaining_blocks"
 
 
-def refuse_caches(denoiser: Any, *, stale: bool) -> None:
-    """Raise UnsupportedModel for a cache that ranks with different tokens would not use alike."""
+def refuse_caches(denoiser: Any, *, stale: bool, by_tokens: bool = False) -> None:
+    """Raise UnsupportedModel for a cache that ranks with different tokens, or bands, would not use alike."""
     name = cache_of(denoiser)
     if name is None:
         return
     config = getattr(denoiser, "_cache_config", None)
-    if name not in DECIDES_ALIKE or getattr(config, "calibrate", False):
+    known = {*DECIDES_ALIKE, *([KEEPS_ATTENTION] if by_tokens else [])}
+    if name not in known or getattr(config, "calibrate", False):
         raise UnsupportedModel(
             f"{name} cannot be used with axis 'patch', since ranks may decide differently which blocks to skip: use "
-            f"{', '.join(sorted(DECIDES_ALIKE))}, or cfg=2"
+            f"{', '.join(sorted(known))}, or cfg=2"
         )
     if stale:
         raise UnsupportedModel(
@@ -149,7 +152,7 @@ def _reads_both_branches(denoiser: nn.Module) -> bool:
 def counts_calls(denoiser: nn.Module) -> str | None:
     """Return the name of a cache that counts calls, and keeps attention, of all branches together; else None."""
     name = cache_of(denoiser)
-    return name if name in ("FasterCacheConfig", "PyramidAttentionBroadcastConfig") else None
+    return name if name in ("FasterCacheConfig", KEEPS_ATTENTION) else None
 
 
 def refuse_counting(name: str | None, size: int) -> None:

@@ -22,7 +22,7 @@ from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.precision import autocast_dtype, has_rounded_products, wide
+from patchpar.shard.precision import autocast_dtype, rounded_products, wide
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -35,8 +35,8 @@ SHAKEN = 4.0
 ROUNDINGS = 16
 """Random roundings tried at most: with quantised activations only some of them change an integer."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
-ROUNDED_PRODUCTS = 5e-3
-"""Instead, where products of fp32 numbers are rounded to TF32, and so was one side of the comparison already."""
+ROUNDED_PRODUCTS = {"tf32": 5e-3, "bf16": 1e-1}
+"""Instead, where products of fp32 numbers are rounded, and so was one side of the comparison already."""
 TIME = "timestep"  # a plain number that differs in every step, or a tensor, with a timestep for each token
 
 
@@ -267,7 +267,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 def rounding_limit(outputs: Iterable[Tensor]) -> float:
     """Return the relative error that rounding explains, of outputs of any shape as they are computed now."""
-    return max(ROUNDED_PRODUCTS if has_rounded_products(x) else TOLERANCE[x.dtype] for x in outputs)
+    return max(ROUNDED_PRODUCTS.get(rounded_products(x), TOLERANCE[x.dtype]) for x in outputs)
 
 
 def fails_or_has_nan(run: Callable[[], Any]) -> bool:

@@ -93,10 +93,10 @@ class VerificationCache:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of what results depend on, by package; "unknown" for one that is not installed."""
-    return {name: _version(name) for name in PACKAGES}
+    return {name: version_of(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     """Return the version of a package, from the first lines of its metadata: there may be thousands of others."""
     try:
         found = importlib.metadata.distribution(package)

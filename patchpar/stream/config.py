@@ -98,8 +98,9 @@ class StreamConfig:
         flag("adapt_sink", self.adapt_sink)
         for prompt in self.prompts:
             text("prompt", prompt, LONGEST_PROMPT)
-        if self.reference is not None and not _is_file_name(self.reference):
-            raise PlanError(f"reference={self.reference!r:.80}: it must be the name of a file in the model's folder")
+        file = self.reference
+        if file is not None and not (isinstance(file, str) and file not in ("", "..") and Path(file).name == file):
+            raise PlanError(f"reference={file!r:.80}: it must be the name of a file in the model's folder")
 
     @property
     def schedule(self) -> FlowSchedule:
@@ -149,10 +150,6 @@ class StreamConfig:
         return cls(**values)
 
 
-def _is_file_name(name: Any) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
-
-
 def _names(kind: type[Any]) -> str:
     return ", ".join(known.name for known in fields(kind))
 
@@ -172,7 +169,8 @@ def _self_forcing_facts(folder: Path) -> dict[str, Any] | None:
             f"{folder} was distilled by Self-Forcing with two transformers, and its files do not state the denoising "
             "steps: pass config=StreamConfig(...)"
         )
-    causal = _read(folder / HIGH_NOISE / "config.json")
+    index = folder / HIGH_NOISE / "config.json"
+    causal = read_object(index) if index.is_file() else {}
     frames = whole("num_frames_per_block", causal.get("num_frames_per_block", 3), 1, MOST_FRAMES)
     seen = whole("local_attn_size", causal.get("local_attn_size", -1), -1, MOST_FRAMES)
     window = whole("sliding_window_num_frames", causal.get("sliding_window_num_frames", 21), 1, MOST_FRAMES)
@@ -185,8 +183,3 @@ def _self_forcing_facts(folder: Path) -> dict[str, Any] | None:
         "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,
         "blocks": {**known["blocks"], "frames": frames, "window": max(1, seen // frames)},
     }
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Read a configuration; empty if the file is missing. Raises PlanError."""
-    return read_object(file) if file.is_file() else {}

@@ -116,7 +116,8 @@ def _networks(
     """Raises PlanError, UnsupportedModel."""
     if not family.hears_speech or config is None:
         return transformer_of(base, HIGH_NOISE, as_diffusers(weights)), None, None
-    of_transformer, others = _split_speech(weights)
+    others = {plain: x for name, x in weights.items() if (plain := without_prefix(name)).startswith(PARTS)}
+    of_transformer = {name: x for name, x in weights.items() if without_prefix(name) not in others}
     transformer = transformer_of(base, HIGH_NOISE, as_diffusers(of_transformer))
     return transformer, _speech_parts(others, transformer, beside, config.fps), _wav2vec2_of(beside)
 
@@ -126,12 +127,16 @@ def _write(base: Path, target: Path, networks: Networks, stream: Mapping[str, An
     (transformer, speech, wav2vec2), partial = networks, target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(base, partial, copy_function=_link_or_copy, ignore=_other_weights(base))
+        # Not the base's transformer and stream.json, which are replaced: links would be written through.
+        replaced = [HIGH_NOISE, CONFIG]
+        shutil.copytree(
+            base, partial, copy_function=_link_or_copy, ignore=lambda at, _: replaced if Path(at) == base else []
+        )
         transformer.save_pretrained(partial / HIGH_NOISE, safe_serialization=True)
         if speech is not None:
             speech.save(partial / HIGH_NOISE)
         if wav2vec2 is not None:
-            _copy_wav2vec2(wav2vec2, partial / SPEECH_FOLDER)
+            shutil.copytree(wav2vec2, partial / SPEECH_FOLDER, ignore=lambda _, names: {*names} - {*WANTED})
         if stream is not None:
             (partial / CONFIG).write_text(json.dumps(stream, indent=1) + "\n")
         partial.rename(target)
@@ -139,11 +144,6 @@ def _write(base: Path, target: Path, networks: Networks, stream: Mapping[str, An
         raise PlanError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _other_weights(base: Path) -> Any:
-    """What is not copied: the base's transformer and stream.json, which are replaced. Links are written through."""
-    return lambda folder, names: [HIGH_NOISE, CONFIG] if Path(folder) == base else []
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -158,15 +158,6 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _split_speech(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of the transformer, and those of the other parts without prefix, of any shapes."""
-    plain = {name: without_prefix(name) for name in weights}
-    return (
-        {name: x for name, x in weights.items() if not plain[name].startswith(PARTS)},
-        {plain[name]: x for name, x in weights.items() if plain[name].startswith(PARTS)},
-    )
 
 
 def _speech_parts(
@@ -227,11 +218,3 @@ def _wav2vec2_of(checkpoint: Path) -> Path:
             "with Wan2.2-S2V-14B"
         )
     return folder
-
-
-def _copy_wav2vec2(folder: Path, target: Path) -> None:
-    """Copy configuration and weights of a wav2vec2 model, and nothing else of its folder. Raises OSError."""
-    target.mkdir()
-    for name in WANTED:
-        if (folder / name).is_file():
-            shutil.copy2(folder / name, target / name)

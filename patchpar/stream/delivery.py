@@ -1,20 +1,23 @@
 """Output of a stream: chunks of frames with timestamps, their pacing, and the policy for a slow consumer."""
 
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Generic, Literal, TypeVar, get_args
 
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import is_number, make_plain, plain
+from patchpar.plan.scalars import is_number, is_whole, make_plain, plain
 from patchpar.stream.audio.track import first_frame_number
 from patchpar.stream.config import LEAST_FPS, MOST_FPS
 from patchpar.stream.json_fields import number
-from patchpar.stream.rank_driver import Output, check_output
 
+Output = Literal["block", "drop_oldest", "skip_to_live"]
 Pacing = Literal["fast", "realtime"]
+T = TypeVar("T")
 LONGEST = 1e9
 """Seconds of a stream with an end: 32 years."""
 CATCH_UP = 1.1
@@ -77,6 +80,59 @@ class StreamFormat:
         frames = math.ceil(known * self.fps - 1e-6)  # seconds of whole frames are rounded
         latents = 1 + max(0, math.ceil((frames - 1) / self.per_latent))  # the first one is one image
         return math.ceil(latents / self.frames)
+
+
+def check_output(output: str, lead: int, restarts: int) -> None:
+    """Raise PlanError for an unknown policy, `lead` below 1 output, or `restarts` below 0."""
+    if output not in get_args(Output):
+        raise PlanError(f"output={output!r}: use one of {', '.join(get_args(Output))}")
+    if not is_whole(lead) or not is_whole(restarts, 0):
+        raise PlanError(
+            f"lead={lead!r}, restarts={restarts!r}: use whole numbers, lead at least 1 and restarts at least 0"
+        )
+
+
+class OutputQueue(Generic[T]):
+    """A queue used under its owner's lock. `lost` is called for each item that is dropped.
+
+    `output`: "block" keeps all; "drop_oldest" keeps the newest `room`; "skip_to_live" keeps as many, and `take` returns
+    the newest only.
+    """
+
+    def __init__(self, output: Output, room: int, lost: Callable[[], object]) -> None:
+        self._output, self._room, self._lost = output, room, lost
+        self._ready: deque[T] = deque()
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._ready)
+
+    def put(self, item: T) -> None:
+        self._ready.append(item)
+        if self._output != "block":
+            self._drop(len(self._ready) - self._room)
+
+    def take(self) -> T:
+        """Remove and return the next item. The queue must not be empty."""
+        if self._output == "skip_to_live":
+            self._drop(len(self._ready) - 1)
+        return self._ready.popleft()
+
+    def flush(self) -> int:
+        """Drop all items; returns how many."""
+        count = len(self._ready)
+        self._drop(count)
+        return count
+
+    def clear(self) -> None:
+        """Remove all items without calling `lost`, at the end of a stream."""
+        self._ready.clear()
+
+    def _drop(self, count: int) -> None:
+        for _ in range(max(0, count)):
+            self._ready.popleft()
+            self.dropped += 1
+            self._lost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`StreamDriver`: sends orders to the ranks of a video stream, tracks blocks in flight, and resumes when a rank dies.
+"""`StreamDriver`: a session that sends orders to the ranks of a video stream, and resumes when a rank dies.
 
     BlockReady(b) from the first rank --> audio of b here? credit? not paused? --> BeginBlock(b) with the updates at b
 
@@ -8,6 +8,7 @@ the first blocks of a stream all begin anew.
 """
 
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
 from patchpar.stream.audio.track import AudioSource
+from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -31,25 +34,12 @@ from patchpar.stream.messages import (
     StreamRun,
     Update,
 )
-from patchpar.stream.rank_driver import LOST, RankDriver, Restarts
 from patchpar.stream.stage import StageStats
 from patchpar.stream.video_source import NO_FRAMES, FrameSources
 
 Run = Callable[..., list[Any]]
 MAX_UPDATES = 1000
 """Changes that may wait for their blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLimits:
-    """`credit`: blocks begun and not taken. `blocks`: length, None for no end.
-
-    `restarts`: how often within a minute the stream is resumed after a worker has died.
-    """
-
-    credit: int
-    blocks: int | None = None
-    restarts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +77,30 @@ def _with_masks(update: ReferenceUpdate | Reference, before: Update | None) -> U
     return update if has_own else replace(update, masks=getattr(before, "masks", None))
 
 
-class StreamDriver(RankDriver):
-    """See RankDriver. `run(stream_run, on_event=, on_start=)` runs the stages; called with one of `runs` after another.
+class StreamDriver(BaseSession[Chunk, Effect]):
+    """See BaseSession. `run(stream_run, on_event=, on_start=)` runs the stages; called with each of `runs` in turn.
 
-    Each run ends where the next begins. `deliver` is called with each finished block, under the lock.
+    Each run ends where the next begins. `credit`: blocks that may have begun and not been taken. `blocks`: length; None
+    for no end. `figures`: statistics of each stage, after the stream has ended.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of its own
         self,
         run: Run,
         runs: Sequence[StreamRun],
-        limits: StreamLimits,
+        form: StreamFormat,
+        delivery: StreamDelivery,
         track: AudioSource | None,
-        deliver: Callable[[OutputBlock], object],
         frames: FrameSources = NO_FRAMES,
+        *,
+        credit: int,
+        blocks: int | None = None,
     ) -> None:
-        self._current, *later = (replace(run, keep=limits.credit + 1) for run in runs)
-        super().__init__(self._current.ranks, limits.credit)
-        self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
-        self._frames = frames
+        self._current, *later = (replace(run, keep=credit + 1) for run in runs)
+        super().__init__(credit, delivery.output, delivery.lead)
+        self._run, self._later, self._blocks, self._track = run, deque(later), blocks, track
+        self._format, self._delivery, self._frames = form, delivery, frames
+        self._patience = delivery.hold
         self._updates: dict[int, list[Update]] = {}
         self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._known: dict[str, Update] = {}  # conditions by kind, as of the last block that was delivered
@@ -116,14 +111,16 @@ class StreamDriver(RankDriver):
         self._next = 0
         self._timer: threading.Timer | None = None
         self._source_error: Exception | None = None
-        self._restarts = Restarts(limits.restarts)
+        self._restarts = Restarts(delivery.restarts)
         self.figures: tuple[StageStats, ...] = ()
 
-    def start(self) -> None:
-        """Start the thread, and those that read videos."""
+    def _start(self, changes: Iterable[tuple[int, Update]]) -> None:
+        """Start the thread, and those that read videos, with changes at their blocks, as many as a recording has."""
+        for block, update in changes:
+            self._updates.setdefault(block, []).append(update)
         for source in self._frames.read_ahead:
-            source.begin(self.look)
-        super().start()
+            source.begin(self._look)
+        self._thread.start()
 
     def _end(self, error: Exception | None = None) -> None:
         super()._end(error)
@@ -132,17 +129,13 @@ class StreamDriver(RankDriver):
         for source in self._frames.read_ahead:
             source.close()
 
-    def prepare(self, changes: Iterable[tuple[int, Update]]) -> None:
-        """Apply changes at their blocks, before `start`: any number of them, as a recording may have."""
-        for block, update in changes:
-            self._updates.setdefault(block, []).append(update)
+    def _update(self, update: Update, at: int | None) -> Effect:
+        """Apply a change from block `at` on, by default the next.
 
-    def update(self, update: Update, at: int | None) -> int:
-        """Apply a change from block `at` on, by default the next; return that block.
-
-        Raises PlanError if it began or is none, and if too many changes wait.
+        Raises PlanError if it began or is none, if too many changes wait, and once the stream has ended.
         """
-        with self.changed:
+        self._check_running()
+        with self._changed:
             block = self._next if at is None else plain(at)
             if not is_whole(block, 0):
                 raise PlanError(f"at={at!r}: it must be the number of a block, from {self._next} on")
@@ -151,14 +144,23 @@ class StreamDriver(RankDriver):
             if sum(map(len, self._updates.values())) >= MAX_UPDATES:
                 raise PlanError(f"{MAX_UPDATES} changes wait for blocks that have not begun: wait for these, or stop")
             self._updates.setdefault(block, []).append(update)
-            return block
+            return self._effect(block)
 
     def _upcoming(self) -> int:
         return self._next
 
+    def _effect(self, number: int) -> Effect:
+        return Effect(block=number, seconds=self._format.seconds(number))
+
+    @abstractmethod
+    def _deliver(self, output: OutputBlock) -> None:
+        """Take a finished block. Under the lock."""
+
     def _order_cancel(self) -> None:
         """Ranks finish their current step and compute nothing further."""
-        self._send_to_all(CancelStream())
+        for rank in range(self._current.ranks):
+            if self._send is not None:
+                self._send(rank, CancelStream())
 
     def _drive(self) -> None:
         run: StreamRun | None = self._current
@@ -168,10 +170,10 @@ class StreamDriver(RankDriver):
                 results = self._run(run, on_event=self._on_event, on_start=self._on_start)
             except Exception as raised:  # noqa: BLE001  the consumer gets it
                 error = raised
-            with self.changed:
+            with self._changed:
                 self._send = self._ready = None
                 run = self._next_run(results) if error is None else self._resumed(error)
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def _next_run(self, results: Sequence[Any]) -> StreamRun | None:
         """The run to start after one has ended; None at the end of the stream."""
@@ -184,7 +186,7 @@ class StreamDriver(RankDriver):
         return self._current
 
     def _on_event(self, rank: int, event: Any) -> None:
-        with self.changed:
+        with self._changed:
             if isinstance(event, LostStage):
                 self._note_lost(event)
             elif isinstance(event, BlockReady):
@@ -192,7 +194,7 @@ class StreamDriver(RankDriver):
                 self._order()
             elif isinstance(event, ProducedBlock) and self.status != "cancelled":
                 self._note_produced(event)
-            self.changed.notify_all()
+            self._changed.notify_all()
 
     def _note_produced(self, produced: ProducedBlock) -> None:
         """Deliver a block. Its updates hold until others of their kind replace them."""
@@ -259,13 +261,13 @@ class StreamDriver(RankDriver):
 
     def _look_again(self) -> None:
         """After a wait for audio. Another block may wait by now, for longer: it gets a timer of its own."""
-        with self.changed:
+        with self._changed:
             self._timer = None
-            self.look()
+            self._look()
 
     def _has_ended(self, block: int) -> bool:
         later = self._later[0].first_block if self._later else None
-        is_last = self._is_stopping or block in (self._limits.blocks, later)
+        is_last = self._is_stopping or block in (self._blocks, later)
         sources = [source for source in (self._track, self._frames.video) if source is not None]
         return is_last or any(source.is_over(block) for source in sources)
 

@@ -8,12 +8,14 @@ last rank ---- ProducedBlock ---------> session
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from patchpar.stream.config import LONGEST_PROMPT
-from patchpar.stream.events import Change, Transition, check_transition
+from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
+from patchpar.stream.config import LONGEST_PROMPT, MOST_FRAMES
+from patchpar.stream.events import Change, Transition
 from patchpar.stream.json_fields import text
 
 
@@ -27,7 +29,15 @@ class PromptUpdate:
 
     def __post_init__(self) -> None:
         text("prompt", self.text, LONGEST_PROMPT)
-        check_transition(self.transition, self.over)
+        transition, over = self.transition, self.over
+        if transition not in get_args(Transition):
+            raise PlanError(f"transition={transition!r:.80}: use one of {', '.join(get_args(Transition))}")
+        if not is_whole(over, 0, MOST_FRAMES):
+            raise PlanError(f"over={over!r:.80}: it must be a whole number of blocks from 0 to {MOST_FRAMES}")
+        if (transition == "blend") != (over > 0):
+            raise PlanError(
+                f"transition={transition!r} with over={over}: use over=1 or more with 'blend', and over=0 otherwise"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,6 @@ class StagePosition:
     source: int | None
     peers: tuple[int, ...]
     next: int | None
-    makes_first: bool
 
     @classmethod
     def of(cls, plan: StreamPlan, rank: int) -> "StagePosition":
@@ -173,7 +172,6 @@ class StagePosition:
             source=before if leads else leader,
             peers=tuple(peers) if leads else (),
             next=stages[number + 1].ranks[0] if has_next else None,
-            makes_first=leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1,
         )
 
     @property

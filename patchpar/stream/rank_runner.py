@@ -1,7 +1,8 @@
 """Base classes of the runners of all streams: a rank's device, its transport, and its part of a plan."""
 
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,50 +36,6 @@ THROUGH = "device"
 """Ranks are workers of one host. Not one group of NCCL for all of them, which orders all messages of a rank."""
 
 
-class RankStageIO:
-    """The StageIO of one stream on this rank. `resolve`: encodes text and images of an update."""
-
-    def __init__(self, context: InteractiveRankContext, run: StreamRun, resolve: Callable[[Update], Change]) -> None:
-        self._context, self._run, self._resolve = context, run, resolve
-        self._device = torch.device(context.device)
-        self._cancelled, self._asked = False, False
-        self._announced = -1
-
-    def as_stage_io(self) -> StageIO:
-        """Return the callbacks for the stage."""
-        return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled, lost=self._context.emit)
-
-    def _order(self, block: int, patience: float) -> Order:
-        """Announce block `block` on the first rank and wait for the session's order."""
-        if self._announced != block:
-            self._context.emit(BlockReady(block=block))
-            self._announced = block
-        self._context.beat("stream")
-        message = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
-        self._asked = message is None
-        self._cancelled |= isinstance(message, CancelStream)
-        if isinstance(message, (EndStream, CancelStream)):
-            return EndStream()
-        if not isinstance(message, BeginBlock):
-            return None
-        inputs = tuple(to_device(x, self._device) for x in message.inputs)
-        return replace(message, inputs=inputs, updates=tuple(map(self._resolve, message.updates)))
-
-    def _is_cancelled(self) -> bool:
-        """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
-        if not self._cancelled and not self._asked:
-            self._cancelled = isinstance(self._context.receive(0.0), CancelStream)
-        return self._cancelled
-
-    def _put(self, finished: FinishedBlock) -> None:
-        is_first = finished.block == self._run.first_block and self._run.adapt_sink
-        sink: Tensor | None = to_host(finished.latents[0][:, :, :1]) if is_first else None
-        seconds = (time.time_ns() - finished.born) / 1e9
-        self._context.emit(
-            ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink, lost=finished.lost)
-        )
-
-
 class RankRunner:
     """One rank of a stream."""
 
@@ -90,7 +47,7 @@ class RankRunner:
             silence_libraries()
 
 
-class StageRunner(RankRunner):
+class StageRunner(RankRunner, ABC):
     """One rank of a video stream: loads the parts that its stage needs, and runs its stage until the stream ends."""
 
     _comm: Communicator | None = None
@@ -129,6 +86,41 @@ class StageRunner(RankRunner):
             drop_links(self._comm, f"rank {self._context.rank} has left the stream: {error}")
             raise
 
+    def _stage_io(self, run: StreamRun) -> StageIO:
+        """Return the callbacks of this rank's stage in a run."""
+        self._running, self._cancelled, self._asked, self._announced = run, False, False, -1
+        return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled, lost=self._context.emit)
+
+    def _order(self, block: int, patience: float) -> Order:
+        """Announce block `block` on the first rank and wait for the session's order."""
+        if self._announced != block:
+            self._context.emit(BlockReady(block=block))
+            self._announced = block
+        self._context.beat("stream")
+        message = self._context.receive(min(patience, REST_SECONDS, self._context.deadline / 4))
+        self._asked = message is None
+        self._cancelled |= isinstance(message, CancelStream)
+        if isinstance(message, (EndStream, CancelStream)):
+            return EndStream()
+        if not isinstance(message, BeginBlock):
+            return None
+        inputs = tuple(to_device(x, self._device) for x in message.inputs)
+        return replace(message, inputs=inputs, updates=tuple(map(self._resolve, message.updates)))
+
+    def _is_cancelled(self) -> bool:
+        """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
+        if not self._cancelled and not self._asked:
+            self._cancelled = isinstance(self._context.receive(0.0), CancelStream)
+        return self._cancelled
+
+    def _put(self, finished: FinishedBlock) -> None:
+        is_first = finished.block == self._running.first_block and self._running.adapt_sink
+        sink: Tensor | None = to_host(finished.latents[0][:, :, :1]) if is_first else None
+        seconds = (time.time_ns() - finished.born) / 1e9
+        self._context.emit(
+            ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink, lost=finished.lost)
+        )
+
     def _links(self) -> DeviceLinks:
         """Between which ranks tensors go from device to device."""
         plan = self._plan
@@ -140,8 +132,14 @@ class StageRunner(RankRunner):
             if network is not None:
                 network.to(self._device)
 
+    @abstractmethod
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
-        raise NotImplementedError
+        """Load the parts that a stage needs."""
 
-    def _run_stage(self, run: Any) -> StageStats:
-        raise NotImplementedError
+    @abstractmethod
+    def _run_stage(self, run: StreamRun) -> StageStats:
+        """Run the stage until the stream ends."""
+
+    @abstractmethod
+    def _resolve(self, update: Update) -> Change:
+        """Encode text and images of an update."""

@@ -6,7 +6,7 @@ for chunk in session        <--- [ chunks, at most as many as there is credit ] 
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,48 +14,31 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.audio.track import AudioSource, AudioTrack
-from patchpar.stream.base_session import BaseSession
-from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock, StreamDelivery, StreamFormat
-from patchpar.stream.driver import OutputBlock, Run, StreamDriver, StreamLimits
+from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock
+from patchpar.stream.driver import OutputBlock, StreamDriver
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
-from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.stage import StageStats
-from patchpar.stream.video_source import NO_FRAMES, FrameSources, LiveVideo, load_reference_image
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
+from patchpar.stream.video_source import LiveVideo, load_reference_image
 
 NOTED_SECONDS = 0.5
 """A chunk that is so late is worth a line in the log, once for each outage."""
 log = logging.getLogger(__name__)
 
 
-class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
+class StreamSession(StreamDriver):
     """One stream: a context manager and an iterator, plain and async. Controls return when they take effect."""
 
-    def __init__(  # noqa: PLR0913 - each is a part of its own
-        self,
-        run: Run,
-        runs: Sequence[StreamRun],
-        limits: StreamLimits,
-        form: StreamFormat,
-        delivery: StreamDelivery,
-        source: AudioSource | None,
-        frames: FrameSources = NO_FRAMES,
-    ) -> None:
-        super().__init__(StreamDriver(run, runs, limits, source, self._deliver, frames), delivery.output, delivery.lead)
-        self._format, self._delivery, self._source, self._video = form, delivery, source, frames.video
-        self._patience = delivery.hold
-        self._journal: StreamJournal | None = None
-        self._last: Chunk | None = None
-        self._clock = RealtimeClock()
+    _journal: StreamJournal | None = None
+    _last: Chunk | None = None
 
     def begin(
         self, *updates: Update, changes: Iterable[tuple[int, Update]] = (), journal: StreamJournal | None = None
     ) -> "StreamSession":
         """Start with the conditions `updates`, and `changes` at their blocks. `journal` records the output."""
-        self._journal = journal
-        self._driver.prepare((*((0, update) for update in updates), *changes))
-        self._driver.start()
+        self._journal, self._clock = journal, RealtimeClock()
+        self._start((*((0, update) for update in updates), *changes))
         return self
 
     # --- chunks -----------------------------------------------------------------------------------------------------
@@ -124,20 +107,20 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         track = self._live_audio("use audio='live'")
         with self._changed:
             track.push(torch.as_tensor(samples), rate)
-            return self._effect(self._driver.look())
+            return self._look()
 
     @property
     def is_kept_alive(self) -> bool:
         """Whether silence takes the place of live audio that comes late; otherwise the stream waits for it."""
-        return isinstance(self._source, AudioTrack) and self._source.is_kept_alive
+        return isinstance(self._track, AudioTrack) and self._track.is_kept_alive
 
     @property
     def audio_ahead(self) -> float:
         """Seconds of audio that are there for blocks that have not begun; 0 for a stream without live audio."""
-        if not isinstance(self._source, AudioTrack):
+        if not isinstance(self._track, AudioTrack):
             return 0.0
         with self._changed:
-            return self._source.seconds_from(self._driver.upcoming())
+            return self._track.seconds_from(self._upcoming())
 
     def push_frame(self, image: Any) -> Effect:
         """Append the next frame of the video: PIL, or [height, width, 3] in uint8, in pixels. Raises PlanError.
@@ -145,12 +128,13 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         Where the ranks are slower than the frames come, the oldest that wait are dropped.
         """
         self._check_running()
-        if not isinstance(self._video, LiveVideo):
+        video = self._frames.video
+        if not isinstance(video, LiveVideo):
             raise PlanError("this stream takes no frames: use video='live'")
         frame = load_reference_image(image, self._format.height, self._format.width)
         with self._changed:
-            self._video.push(frame)
-            return self._effect(self._driver.look())
+            video.push(frame)
+            return self._look()
 
     def interrupt(self) -> Effect:
         """Drop the audio of blocks that have not begun; what is pushed next is heard from there on. Raises PlanError.
@@ -159,7 +143,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         """
         track = self._live_audio("use stop()")
         with self._changed:
-            block = self._driver.upcoming()
+            block = self._upcoming()
             track.interrupt(block)
             return self._effect(block)
 
@@ -173,7 +157,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
         track = self._live_audio("use stop()")
         with self._changed:
             track.end()
-            return self._effect(self._driver.look())
+            return self._look()
 
     def set_prompt(
         self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
@@ -205,18 +189,6 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     def _live_audio(self, instead: str) -> AudioTrack:
         self._check_running()
-        if not isinstance(self._source, AudioTrack):
+        if not isinstance(self._track, AudioTrack):
             raise PlanError(f"this stream takes no audio: {instead}")
-        return self._source
-
-    def _update(self, update: Update, at: int | None) -> Effect:
-        self._check_running()
-        return self._effect(self._driver.update(update, at))
-
-    def _effect(self, block: int) -> Effect:
-        return Effect(block=block, seconds=self._format.seconds(block))
-
-    @property
-    def figures(self) -> tuple[StageStats, ...]:
-        """Statistics of each stage, after the stream has ended."""
-        return self._driver.figures
+        return self._track

@@ -10,19 +10,29 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
-from patchpar.stream.causal_model import Payload, StageModel
+from patchpar.comm.transport import TensorSpec
 from patchpar.stream.events import Change
 from patchpar.stream.messages import BeginBlock, EndStream, LostStage, Update
 from patchpar.stream.plan import StagePosition, StreamPlan
-from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream, connected
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Payload, Upstream, connected
 
 Order = BeginBlock | EndStream | None
 """What the first stage is to do: begin a block, whose `updates` are Changes by now, end the stream, or rest."""
+
+
+class StageModel(Protocol):
+    """What the loop of every stage needs of a model. A payload holds tensors of the shapes that `payload` states."""
+
+    def payload(self) -> tuple[TensorSpec, ...]:
+        """Return shapes and dtypes of the tensors passed from one stage to the next, the same for every block."""
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        """Return the payload with which a block enters the first stage: noise, and `inputs` such as its audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

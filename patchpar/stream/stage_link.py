@@ -19,10 +19,10 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Incoming, Messages, TensorSpec, Work
-from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, pack, unpack
 from patchpar.stream.messages import LostStage
 
+Payload = tuple[Tensor, ...]
 HEADER, SIZE = TensorSpec((4,), torch.int64), TensorSpec((1,), torch.int64)
 WHERE = "stream"
 HELD = 2
@@ -114,8 +114,8 @@ class Downstream(OutgoingMessages):
 
     def send(self, envelope: BlockEnvelope) -> None:
         """Start a send; waits only if the receiver is more than HELD blocks late. Raises ExchangeError."""
-        comm, peers, further = self._comm, self._peers, (*envelope.changes, *envelope.lost)
-        packed = pack(further) if further else torch.empty(0, dtype=torch.uint8)
+        comm, peers, further = self._comm, self._peers, (envelope.changes, envelope.lost)
+        packed = pack(further) if any(further) else torch.empty(0, dtype=torch.uint8)
         header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()])
         if envelope.payload:
             comm.transport.settle(WHERE)
@@ -146,20 +146,13 @@ class Upstream:
         number, block, born, num_bytes = header.tolist()
         sign = BlockSignal(number)
         payload = received(self._comm, "payload", self._peer, self._specs) if sign.is_block else ()
-        further: tuple[Change | LostStage, ...] = ()
+        changes, lost = (), ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)
-            further = unpack(receive_in_host(self._comm, "event", self._peer, spec).wait_for(0)[0])
+            changes, lost = unpack(receive_in_host(self._comm, "event", self._peer, spec).wait_for(0)[0])
         if sign is not BlockSignal.END and self._ahead:
             self._next = self._expect()
-        return BlockEnvelope(
-            sign=sign,
-            block=block,
-            born=born,
-            changes=tuple(change for change in further if not isinstance(change, LostStage)),
-            payload=payload,
-            lost=tuple(lost for lost in further if isinstance(lost, LostStage)),
-        )
+        return BlockEnvelope(sign=sign, block=block, born=born, changes=changes, payload=payload, lost=lost)
 
 
 def received(comm: Communicator, kind: str, peer: int, specs: Sequence[TensorSpec]) -> Payload:

@@ -16,14 +16,12 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.size_grid import check_side
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.stream.base_session import BaseSession, Closing
+from patchpar.stream.base_session import LOST, BaseSession, Closing
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.queue import FifoConfig
 from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.rank_driver import LOST
 from patchpar.stream.session import StreamSession
 
 Ranks = LocalExecutor | InlineExecutor
@@ -33,7 +31,7 @@ PATIENCE = 2
 SOON = 1.0
 """Seconds that a cancelled stream has to free its ranks before they are ended, and a stream after that."""
 R = TypeVar("R", bound="Ranks | WorkerGroup")
-S = TypeVar("S", bound=BaseSession[Any, Any, Any])
+S = TypeVar("S", bound=BaseSession[Any, Any])
 C = TypeVar("C", StreamConfig, FifoConfig)
 V = TypeVar("V", bound=StreamSession)
 BF16 = "bfloat16"
@@ -84,11 +82,11 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
 
 
 class WorkerGroup:
-    """Ranks that follow `plan`. `starting`: restarts them on other devices; None for no restart."""
+    """Ranks that follow `plan`. `loading`: what they have loaded, and restarts them on other devices."""
 
-    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: ModelLoading | None = None) -> None:
-        self._ranks, self.plan, self._starting = ranks, plan, starting
-        self._devices = () if starting is None else starting.devices
+    def __init__(self, ranks: Ranks, plan: StreamPlan, loading: ModelLoading) -> None:
+        self._ranks, self.plan, self.loading = ranks, plan, loading
+        self._devices = loading.devices
         self._deaths = 0
         self._at_fault: int | None = None
         self._is_closed = False
@@ -140,8 +138,6 @@ class WorkerGroup:
 
     def _do_without(self, rank: int | None) -> bool:
         """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
-        if self._starting is None:
-            return False
         while not self._is_closed:
             failed = self.plan.ranks - 1 if rank is None else rank
             lost, devices = self._devices[failed], (*self._devices[:failed], *self._devices[failed + 1 :])
@@ -152,7 +148,7 @@ class WorkerGroup:
             self._ranks.close()
             self.plan, self._devices, self._deaths = plan, devices, 0
             try:
-                self._ranks, _ = self._starting.start(plan, devices)
+                self._ranks, _ = self.loading.start(plan, devices)
             except LaunchError as error:
                 rank = rank_at_fault(error)
                 if within(plan, len(devices) - 1) is None:
@@ -248,13 +244,6 @@ class VideoStreamingPipeline(HeldRanks[WorkerGroup, V], Generic[C, V]):
         return StreamFormat(
             fps=fps, height=config.height, width=config.width, frames=frames, per_latent=self._facts.per_latent
         )
-
-    def _limits(
-        self, form: StreamFormat, delivery: StreamDelivery, seconds: float | None, queued: int = 0
-    ) -> StreamLimits:
-        """`queued`: blocks in flight beyond one in each stage."""
-        credit = queued + self.plan.depth + delivery.lead
-        return StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
 
     def _stream_run(self, seed: int, *, adapt_sink: bool, settles: int | None = None) -> StreamRun:
         """See StreamRun. Raises PlanError for a seed that torch does not take, and for sides of no whole latents."""

@@ -263,7 +263,7 @@ def test_a_face_talks_until_it_is_stopped(queue: JobQueue, saved: Path) -> None:
     assert face.page_name["pose"].read() == pose.path.read_bytes()
     assert feed.head is not None
     assert feed.head.data[4:8] == b"ftyp"
-    assert feed.held > 0
+    assert feed._fragments
     assert feed.is_over
     assert view.result.video == saved
     with av.open(str(saved)) as container:

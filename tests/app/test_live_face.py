@@ -109,7 +109,7 @@ def test_audio_of_the_page_comes_to_the_stream_which_goes_on_without_it(
     assert (samples.shape, rate, float(samples.min())) == ((3, 140), 7000, 0.25)
     until(lambda: "no audio from the microphone of the page any more" in talking.page.status, "that it has stopped")
     assert client.get(f"/{talking.page.address}/status").json() == {"status": talking.page.status}
-    frames = talking.page.held
+    frames = len(talking.page._fragments)
     talking.controls.is_stopped = True
     view = over(talking.job)
     assert (view.state, talking.page.is_over, frames > 0) == ("done", True, True), view.error

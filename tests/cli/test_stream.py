@@ -39,10 +39,9 @@ from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream import config
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.delivery import Output, StreamDelivery
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.model_index import SELF_FORCING
-from patchpar.stream.rank_driver import Output
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk

@@ -186,7 +186,7 @@ def test_of_a_long_video_a_few_keys_and_what_needs_them_are_held() -> None:
     feed.put(HEAD, [Mp4Fragment(data=b"sound before any picture ", is_key=False)])
     for number in range(50):
         feed.put(HEAD, block(number % 10))
-        held.append(feed.held)
+        held.append(sum(len(each.data) for each in feed._fragments))
     assert held[2:] == [2 * len(b"0.0 0.1 0.2 ")] * 48
     feed.close()
     assert b"".join(read(feed.parts())) == b"head 9.0 9.1 9.2 "  # from the newest that can be begun with

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from diffusers.callbacks import PipelineCallback
 from diffusers.models.attention_processor import AttnProcessor2_0
+
+from patchpar.shard.torch_switches import caller_switches
 
 
 class Darken(PipelineCallback):
@@ -19,12 +20,12 @@ class Darken(PipelineCallback):
 
 
 class NotesSwitches(PipelineCallback):
-    """Notes a switch of torch in the process of a rank, as an attribute of its pipeline."""
+    """Notes the switches of torch in the process of a rank, as an attribute of its pipeline."""
 
     tensor_inputs = ("latents",)
 
     def callback_fn(self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: Any) -> Any:
-        pipeline.noted_allow_tf32 = torch.backends.cudnn.allow_tf32
+        pipeline.noted_switches = dict(caller_switches() or {})
         return callback_kwargs
 
 

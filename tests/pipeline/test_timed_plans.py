@@ -19,6 +19,7 @@ from patchpar.pipeline import timed_plans
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.forecast import Forecast
+from patchpar.pipeline.planner.kept_tapes import KeptTapes
 from patchpar.pipeline.planner.tape_recorder import DECODE
 from patchpar.pipeline.planner.tune.kept_machine import KeptMachines
 from patchpar.pipeline.rank_stats import RankStats, StepStats
@@ -50,13 +51,18 @@ def kept(tmp_path: Path) -> KeptMachines:
     return found
 
 
+def simulator(machine: MeasuredMachine, of: Any) -> Any:
+    """One that simulates so, and keeps nothing."""
+    return SimpleNamespace(of=of, machine=machine, kept=KeptTapes(None, {}))
+
+
 def timed(
     monkeypatch: pytest.MonkeyPatch, kept: KeptMachines, simulate: Simulate, folder: str | None = "model"
 ) -> TimedPlans:
     def of(plan: Plan, order: tuple[int, ...] = ()) -> Forecast:
         return simulate(plan)
 
-    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=of))
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *given: simulator(given[1], of))
     return TimedPlans(folder, {"torch_dtype": torch.float16}, DEVICES, kept)
 
 
@@ -84,7 +90,7 @@ def test_the_ranks_of_devices_of_several_kinds_are_named(monkeypatch: pytest.Mon
     machine = measured_of(9.0, 1.0, latency=1e3)
     kept.keep(DEVICES, machine)
     simulate = Simulated(machine)
-    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=simulate))
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *given: simulator(given[1], simulate))
     alone: Any = SimpleNamespace(branches=lambda kwargs: 1, splits_into_bands=True, splits_into_tokens=False)
     found = TimedPlans("model", {}, DEVICES, kept).better(RULE, alone, CALL)
     assert (found.plan, found.ranks) == (Plan(), (1,))
@@ -354,7 +360,7 @@ def test_links_are_those_between_the_ranks_of_the_call(monkeypatch: pytest.Monke
         return forecast_of(plan, SLOW, 0.0)  # type: ignore[arg-type]
 
     kept.keep(DEVICES, SLOW)
-    monkeypatch.setattr(timed_plans, "Simulator", lambda *_: SimpleNamespace(of=of))
+    monkeypatch.setattr(timed_plans, "Simulator", lambda *given: simulator(given[1], of))
     TimedPlans("model", {}, DEVICES, kept).overlapped(AT_ONCE, (1, 0), CALL)
     assert orders == [(1, 0)] * 2
 

@@ -78,6 +78,30 @@ def test_another_version_is_recorded_anew(tmp_path: Path, monkeypatch: pytest.Mo
     assert tapes_in(tmp_path).find(PLAN) is None
 
 
+@pytest.mark.parametrize("name", ["scheduler/scheduler_config.json", "tokenizer/merges.txt", "unet/block.py"])
+def test_another_file_of_the_model_is_recorded_anew(tmp_path: Path, name: str) -> None:
+    """Not another file of weights."""
+    file, weights = tmp_path / "model" / name, tmp_path / "model/unet/diffusion_pytorch_model.safetensors"
+    for each in (file, weights):
+        each.parent.mkdir(parents=True, exist_ok=True)
+        each.write_text("{}")
+    files = VerificationCache(tmp_path / "kept")
+    KeptTapes.of(tmp_path / "model", {}, CALL, files=files).keep(PLAN, ranks_of(PLAN))
+    weights.write_text("other weights")
+    assert KeptTapes.of(tmp_path / "model", {}, CALL, files=files).find(PLAN) is not None
+    file.write_text('{"other": 1}')
+    assert KeptTapes.of(tmp_path / "model", {}, CALL, files=files).find(PLAN) is None
+
+
+def test_what_is_kept_is_found_unless_it_is_to_be_fresh(tmp_path: Path) -> None:
+    """What is found anew is kept in its place."""
+    fresh = KeptTapes.of(embedded_model(), {}, CALL, files=VerificationCache(tmp_path), fresh=True)
+    for refused in ("two bands", "three bands"):
+        fresh.keep(PLAN, UnsupportedModel(refused))
+        assert fresh.find(PLAN) is None
+        assert str(tapes_in(tmp_path).find(PLAN)) == refused
+
+
 def test_a_broken_file_is_recorded_anew(tmp_path: Path) -> None:
     tapes = tapes_in(tmp_path)
     tapes.keep(PLAN, ranks_of(PLAN))

@@ -363,7 +363,7 @@ def test_audio_longer_than_a_stream_is_refused(face: StreamingPipeline) -> None:
 def test_a_file_of_audio_is_decoded_as_it_is_played(client: Any, streams: StreamService) -> None:
     """An hour of it would take hundreds of megabytes otherwise."""
     created = client.post(STREAMS, files={"audio_file": ("a.wav", wav_of(20))}, data={"seed": "1"}).json()
-    source: Any = streams.get(created["id"], "").session._source
+    source: Any = streams.get(created["id"], "").session._track
     held = source._samples.end - source._samples.start
     assert held < 5 * source._config.rate, "of 20 s"
     assert client.delete(f"{STREAMS}/{created['id']}").status_code == 200

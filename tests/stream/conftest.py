@@ -34,4 +34,4 @@ def three(face_folder: Path, ranks: Any) -> StreamingPipeline:
     executor: Any = PoolExecutor(ranks, "stream", ENGINE)
     facts = executor.call("load", str(face_folder), config, plan, {})[0]
     loading = ModelLoading(folder=str(face_folder), config=config, options={}, devices=("cpu",) * 3, deadline=60)
-    return StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)
+    return StreamingPipeline(WorkerGroup(executor, plan, loading), config, facts)

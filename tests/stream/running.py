@@ -13,12 +13,13 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
-from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.causal.stage_loop import StageLoop
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, EndStream
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
-from patchpar.stream.stage_loop import StageLoop
+from patchpar.stream.stage_link import Payload
 from tests.stream.tiny import run_of, speech
 from tests.unit.threads import on_threads
 
@@ -36,7 +37,7 @@ def inputs_of(hears: Hears, block: int) -> Payload:
     return hears(block)
 
 
-def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: Hears = True) -> Outcome:
+def serial(model: WanStream, changes: Changes, blocks: int = BLOCKS, hears: Hears = True) -> Outcome:
     """One process, one loop: every step of a block before the next block."""
     states = [model.new_state(step) for step in range(model.steps)]
     decoder = model.new_decoder()
@@ -89,7 +90,7 @@ class Uneven:
 
 
 def stage(
-    transport: Transport, models: Mapping[int, CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
+    transport: Transport, models: Mapping[int, WanStream], plan: StreamPlan, script: Script, uneven: float = 0.0
 ) -> tuple[Outcome, StageStats]:
     """What one rank does; the one that decodes returns the frames."""
     outcome: Outcome = []
@@ -107,7 +108,7 @@ def stage(
 
 
 def pipelined(
-    make: Callable[[], CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
+    make: Callable[[], WanStream], plan: StreamPlan, script: Script, uneven: float = 0.0
 ) -> tuple[Outcome, list[StageStats]]:
     """Ranks as threads, each with a model of its own, made here: weights are drawn from a generator of all threads."""
     models = {rank: make() for rank in range(plan.ranks)}

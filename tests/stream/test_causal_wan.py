@@ -14,7 +14,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.config import CausalOptions
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, causal, sink, speech, text, transformer
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, causal, num_bytes, sink, speech, text, transformer
 from tests.tensors import noise
 from training.banded import BandedWan
 
@@ -153,14 +153,14 @@ def test_one_transformer_serves_several_memories() -> None:
 def test_memory_is_taken_once() -> None:
     net = causal()
     memory = net.memory(ROWS, COLUMNS)
-    size = memory.num_bytes
+    size = num_bytes(memory)
     tokens = ROWS * COLUMNS // 4
     assert size == 4 * 2 * 24 * (2 * (tokens + 3 * FRAMES * tokens) + tokens)
     addresses = {memory.visible(0)[0].untyped_storage().data_ptr()}
     for i, x in enumerate(blocks()):
         net.velocity(memory, x, text(0), BlockInputs(i, 500.0))
         addresses.add(memory.visible(0)[0].untyped_storage().data_ptr())
-    assert (memory.num_bytes, len(addresses), memory.visible_blocks) == (size, 1, 3)
+    assert (num_bytes(memory), len(addresses), memory.visible_blocks) == (size, 1, 3)
 
 
 def test_levels_that_differ_are_told_apart() -> None:

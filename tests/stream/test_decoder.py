@@ -51,7 +51,7 @@ def test_pixels() -> None:
     pixels = as_pixels(images)
     assert (pixels.shape, pixels.dtype) == ((4, 2, 1, 3), torch.uint8)
     assert pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 255]
-    assert torch.equal(as_pixels(from_pixels(pixels[2]))[0], pixels[2])
+    assert torch.equal(as_pixels(from_pixels(pixels)), pixels)
     assert as_pixels(torch.empty(0, 3, 1, 1)).shape == (0, 1, 1, 3)
 
 

@@ -15,7 +15,7 @@ from patchpar.errors import PlanError, WorkerDied
 from patchpar.stream import base_session
 from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits, with_updates
+from patchpar.stream.driver import with_updates
 from patchpar.stream.events import Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -116,14 +116,13 @@ def test_a_stream_that_goes_on_is_degraded_no_more() -> None:
 def test_nothing_is_delivered_or_begun_after_the_end() -> None:
     """Of ranks that have not heard of it yet."""
     stream, sent = session(Ranks()), list[Any]()
-    driver = stream._driver
-    driver._on_start(lambda rank, value: sent.append(value))
-    driver._on_event(0, BlockReady(block=0))
-    driver.pause(True)
-    driver._on_event(0, BlockReady(block=1))
-    driver.cancel()
-    driver.pause(False)
-    driver._on_event(1, PRODUCED)
+    stream._on_start(lambda rank, value: sent.append(value))
+    stream._on_event(0, BlockReady(block=0))
+    stream.pause()
+    stream._on_event(0, BlockReady(block=1))
+    stream.cancel()
+    stream._set_paused(False)
+    stream._on_event(1, PRODUCED)
     assert [type(word) for word in sent] == [BeginBlock, CancelStream, CancelStream]
     assert len(stream._outputs) == 0
 
@@ -140,7 +139,7 @@ def test_a_stream_that_is_cancelled_while_a_rank_dies_is_not_resumed() -> None:
         stream.cancel()
         may_die.set()
         assert stream.is_free_within(10)
-    assert (stream.status, stream._driver.error) == ("cancelled", None)
+    assert (stream.status, stream._error) == ("cancelled", None)
 
 
 def test_a_stream_that_waits_for_audio_is_stopped() -> None:
@@ -199,11 +198,11 @@ def test_a_stream_is_closed_when_its_ranks_are_free_and_says_where_they_are_not(
 def test_a_wait_for_audio_has_one_timer_however_often_audio_comes() -> None:
     track = AudioTrack(replace(AUDIO, fps=1 / 3600), FRAMES, KeepAlive())
     with session(Ranks(), blocks=3, track=track).begin() as stream:
-        until(lambda: stream._driver._timer is not None)
-        before = stream._driver._timer
+        until(lambda: stream._timer is not None)
+        before = stream._timer
         for _ in range(3):
             stream.push_audio(torch.zeros(5), AUDIO.rate)
-        assert stream._driver._timer is before
+        assert stream._timer is before
 
 
 def test_audio_that_fails_ends_the_stream_with_its_error_and_no_credit_is_lost() -> None:
@@ -234,16 +233,18 @@ def test_videos_are_read_no_further_than_their_stream_and_their_files_are_closed
             closed.set()
 
     video, pose = (VideoSource(endless(each), FORMAT.frames_of) for each in closed)
-    limits, frames = StreamLimits(credit=1, blocks=2), FrameSources(video=video, pose=pose)
-    with StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
+    frames = FrameSources(video=video, pose=pose)
+    with StreamSession(
+        Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=1, blocks=2
+    ).begin() as stream:
         assert [chunk.block for chunk in stream] == [0, 1]
         assert all(each.wait(10) for each in closed), "though the session is still there"
 
 
 def test_a_stream_ends_with_its_video() -> None:
     video = VideoSource(iter(IMAGE.expand(FORMAT.first_frame(2), -1, -1, -1)), FORMAT.frames_of)
-    limits, frames = StreamLimits(credit=1), FrameSources(video=video)
-    with StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
+    frames = FrameSources(video=video)
+    with StreamSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=1).begin() as stream:
         assert [chunk.block for chunk in stream] == [0, 1]
 
 
@@ -259,15 +260,15 @@ def test_figures_of_the_stages_are_there_after_the_end() -> None:
 @pytest.mark.parametrize("is_sent", [True, False])
 def test_a_first_stage_that_is_lost_is_told_what_held_before_the_block_s_own_changes(is_sent: bool) -> None:
     """And not these twice: a prompt that was there already would blend into itself."""
-    driver, before = session(Ranks())._driver, PromptUpdate(text="a")
+    stream, before = session(Ranks()), PromptUpdate(text="a")
     own = PromptUpdate(text="b", transition="blend", over=2)
-    driver._known, driver._next_out = {"prompt": before}, 3
+    stream._known, stream._next_out = {"prompt": before}, 3
     if is_sent:
-        driver._sent[3] = BeginBlock(inputs=(), updates=(own,)), None
+        stream._sent[3] = BeginBlock(inputs=(), updates=(own,)), None
     else:
-        driver.update(own, 3)
-    driver._note_lost(LostStage(block=3, start=0, stop=1))
-    assert tuple(driver._sent[3][0].updates if is_sent else driver._updates[3]) == (before, own)
+        stream._update(own, 3)
+    stream._note_lost(LostStage(block=3, start=0, stop=1))
+    assert tuple(stream._sent[3][0].updates if is_sent else stream._updates[3]) == (before, own)
 
 
 def test_masks_of_another_kind_of_reference_are_not_taken() -> None:

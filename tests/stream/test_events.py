@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
+from patchpar.stream.base_session import BaseSession
 from patchpar.stream.events import Parameter, Prompt, Reference, pack, unpack
-from patchpar.stream.rank_driver import RankDriver
+from patchpar.stream.messages import PromptUpdate
 from tests.tensors import noise
 
 
@@ -41,11 +42,18 @@ def test_a_view_is_packed_as_it_looks() -> None:
 @pytest.mark.parametrize("options", [{"transition": "fade"}, {"transition": "blend"}, {"over": 3}])
 def test_transitions_that_are_none(options: dict[str, Any]) -> None:
     with pytest.raises(PlanError):
-        Prompt(text=noise(1, 2, 3), **options)
+        PromptUpdate(text="a", **options)
 
 
-class Driver(RankDriver):
+class Session(BaseSession[None, int]):
     """Orders nothing."""
+
+    def _drive(self) -> None: ...
+
+    def _order_cancel(self) -> None: ...
+
+    def _effect(self, number: int) -> int:
+        return number
 
     def _upcoming(self) -> int:
         return 0
@@ -55,13 +63,13 @@ class Driver(RankDriver):
 
 
 def test_credit_is_bounded() -> None:
-    driver = Driver(1, 2)
+    driver = Session(2, "block", 1)
     assert [driver._take_credit() for _ in range(3)] == [True, True, False]
-    driver.give_back()
+    driver._give_back()
     assert driver.in_flight == 1
     assert driver._take_credit()
     with pytest.raises(PlanError, match="credit=0"):
-        Driver(1, 0)
+        Session(0, "block", 1)
 
 
 def test_a_parameter_that_is_none() -> None:

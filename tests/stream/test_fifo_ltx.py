@@ -18,7 +18,6 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.network import LtxFrames
@@ -27,7 +26,7 @@ from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.worker_group import WorkerGroup
+from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole
@@ -92,8 +91,7 @@ def test_what_the_folder_says(pipe: LTXPipeline, folder: Path) -> None:
 
 def test_prompts_of_different_lengths_are_not_blended() -> None:
     """A rank would fail, and the stream with it."""
-    limits = StreamLimits(credit=3)
-    session = FifoSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None)
+    session = FifoSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, credit=3)
     session.blends = False
     with session.begin() as stream:
         with pytest.raises(PlanError, match="this model's prompts differ in length: use 'switch'"):
@@ -173,7 +171,10 @@ def test_workers_show_the_frames_of_one_process(alone: FifoStreamingPipeline, fo
     plan = StreamPlan(sizes=(2, 2), decode="own")  # the last rank has no transformer, the others no decoder
     executor = PoolExecutor(ranks, "fifo-ltx", ENGINE)
     facts = executor.call("load", str(folder), CONFIG, plan, {})[0]
-    found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts))
+    loading = ModelLoading(
+        folder=str(folder), config=CONFIG, options={}, devices=("cpu",) * 3, deadline=60, engine=ENGINE
+    )
+    found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan, loading), CONFIG, facts))
     assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 

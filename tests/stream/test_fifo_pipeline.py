@@ -43,7 +43,10 @@ def spread(face_folder: Path, ranks: Any) -> FifoStreamingPipeline:
     plan = StreamPlan(sizes=(2, 2), decode="own")
     executor: Any = PoolExecutor(ranks, "fifo", ENGINE)
     facts = executor.call("load", str(face_folder), CONFIG, plan, {})[0]
-    return FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts)
+    loading = ModelLoading(
+        folder=str(face_folder), config=CONFIG, options={}, devices=("cpu",) * 3, deadline=60, engine=ENGINE
+    )
+    return FifoStreamingPipeline(WorkerGroup(executor, plan, loading), CONFIG, facts)
 
 
 def frames(pipe: FifoStreamingPipeline, **arguments: Any) -> list[Tensor]:

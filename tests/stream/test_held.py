@@ -8,8 +8,7 @@ import pytest
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.stream import worker_group as held
-from patchpar.stream.images.driver import ImageStreamOptions
-from patchpar.stream.images.pipeline import ImageSession
+from patchpar.stream.images.session import ImageSession, ImageStreamOptions
 from patchpar.stream.worker_group import HeldRanks
 
 

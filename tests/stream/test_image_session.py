@@ -15,10 +15,10 @@ import torch
 from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
-from patchpar.stream.images import driver as image_driver
 from patchpar.stream.images import pipeline as image_pipeline
-from patchpar.stream.images.driver import ImageStreamOptions
+from patchpar.stream.images import session as image_session
 from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
+from patchpar.stream.images.session import ImageStreamOptions
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_images import quiet, same
@@ -98,7 +98,7 @@ def test_arguments_hold_from_the_next_image() -> None:
 
 
 def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_driver, "PUSH_SECONDS", 0.05)
+    monkeypatch.setattr(image_session, "PUSH_SECONDS", 0.05)
     ranks = Ranks()
     with session(ranks) as stream:
         for number in range(4):  # three under way, one waits
@@ -122,7 +122,7 @@ def test_only_the_latest_frame_waits() -> None:
     ranks = Ranks()
     ranks.go.clear()
     with session(ranks, intake="latest") as stream:
-        while len(stream._driver._sends) < 2:
+        while len(stream._sends) < 2:
             pass
         for number in range(10):
             stream.push_frame(number)

@@ -18,9 +18,9 @@ import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 
 from patchpar.errors import PlanError, WorkerDied, WorkerError
-from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.images.runner import ImageRunner
+from patchpar.stream.images.session import ImageStreamOptions
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.tiny import image_pipelines
 

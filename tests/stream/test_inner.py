@@ -16,15 +16,15 @@ from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.stream.causal.causal_wan import BlockInputs
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.events import Reference
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, run_of, sink, speech, stream, text
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, num_bytes, run_of, sink, speech, stream, text
 from tests.tensors import noise
 from tests.unit.threads import on_threads
 
@@ -141,9 +141,9 @@ def test_each_rank_keeps_its_heads_only() -> None:
     def held(transport: Transport) -> int:
         with GENERATING:
             net = causal(inner=part(transport, range(2)))
-        return net.memory(ROWS, COLUMNS).num_bytes
+        return num_bytes(net.memory(ROWS, COLUMNS))
 
-    whole = causal().memory(ROWS, COLUMNS).num_bytes
+    whole = num_bytes(causal().memory(ROWS, COLUMNS))
     assert on_threads(2, held) == [whole // 2, whole // 2]
 
 

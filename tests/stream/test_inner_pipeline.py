@@ -31,7 +31,7 @@ def test_a_pipeline_whose_steps_are_shared(face_folder: Path, one: StreamingPipe
     loading = ModelLoading(
         folder=str(face_folder), config=config, options={}, devices=("cpu",) * POOL_SIZE, deadline=60
     )
-    found, wanted = frames(StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)), frames(one)
+    found, wanted = frames(StreamingPipeline(WorkerGroup(executor, plan, loading), config, facts)), frames(one)
     assert len(found) == len(wanted) > 3
     assert max(int((a.int() - b.int()).abs().max()) for a, b in zip(found, wanted, strict=True)) <= 1
 

@@ -21,9 +21,7 @@ from patchpar.stream import capture_device
 from patchpar.stream.audio.track import AudioTrack, KeepAlive
 from patchpar.stream.capture_device import CaptureDevice, camera, microphone
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits
-from patchpar.stream.live_audio import AHEAD_SECONDS, LiveAudio
-from patchpar.stream.live_video import QUIET_SECONDS, Camera, LiveFrames
+from patchpar.stream.live_inputs import AHEAD_SECONDS, QUIET_SECONDS, Camera, LiveAudio, LiveFrames
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo
 from tests.stream.test_session import COURSE, FORMAT, Ranks, session
@@ -172,9 +170,9 @@ def test_audio_that_cannot_be_used_is_noted() -> None:
 
 
 def live_video(ranks: Ranks, blocks: int | None = 4) -> StreamSession:
-    limits = StreamLimits(credit=3, blocks=blocks)
     video = LiveVideo(lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
-    return StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, FrameSources(video=video))
+    frames = FrameSources(video=video)
+    return StreamSession(ranks.run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=3, blocks=blocks)
 
 
 def frame(value: int) -> Tensor:

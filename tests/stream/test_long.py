@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
-from patchpar.stream.stage_loop import StageLoop
 from tests.breadth import first_of
 from tests.stream.running import Script
 from tests.stream.test_fifo import QUEUE, model, script
@@ -23,12 +23,13 @@ BLOCKS, WARM, APART = 40, 10, 10
 
 
 @pytest.fixture(autouse=True)
-def only_what_is_new() -> Iterator[None]:
-    """Let the collector leave out all that is there before a stream: to go over it takes longer than the stream."""
+def only_what_is_new() -> None:
+    """Let the collector leave out all that is there before a stream: to go over it takes longer than the stream.
+
+    It is left out to the end: `gc.unfreeze` would bring back all tests and modules too, for every later collection.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_bytes() -> int:

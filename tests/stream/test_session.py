@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerOutOfMemory
+from patchpar.stream import base_session
 from patchpar.stream import driver as stream_driver
-from patchpar.stream import rank_driver as driver_module
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.conditioner import AudioConfig
 from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
-from patchpar.stream.driver import OutputBlock, StreamLimits
+from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (
     BeginBlock,
@@ -98,8 +98,8 @@ def session(
     courses: tuple[StreamRun, ...] = (COURSE,),
     **delivery: Any,
 ) -> StreamSession:
-    limits = StreamLimits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
-    return StreamSession(ranks.run, courses, limits, FORMAT, StreamDelivery(**delivery), track)
+    how = StreamDelivery(**{"restarts": 1, **delivery})
+    return StreamSession(ranks.run, courses, FORMAT, how, track, credit=credit, blocks=blocks)
 
 
 def test_chunks_come_in_order_with_exact_times() -> None:
@@ -262,9 +262,9 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
 
 def test_ranks_of_a_stream_that_was_cancelled_before_they_began_are_told() -> None:
     """Else they would wait for orders."""
-    driver, sent = session(Ranks())._driver, list[tuple[int, Any]]()
-    driver.cancel()
-    driver._on_start(lambda rank, value: sent.append((rank, value)))
+    stream, sent = session(Ranks()), list[tuple[int, Any]]()
+    stream.cancel()
+    stream._on_start(lambda rank, value: sent.append((rank, value)))
     assert sent == [(0, CancelStream()), (1, CancelStream())]
 
 
@@ -379,7 +379,7 @@ def test_no_frame_is_held_while_the_ranks_are_well() -> None:
     with session(Ranks(), blocks=None, hold=0.001, track=whole(noise(2000))).begin() as stream:
         assert next(stream).audio is not None
         assert stream._on_timeout() is None
-        stream._driver.status = "degraded"
+        stream.status = "degraded"
         held = stream._on_timeout()
         assert held is not None
         assert (held.is_held, held.audio) == (True, None)
@@ -431,12 +431,12 @@ def test_the_frame_that_is_held_is_a_copy() -> None:
 
 def test_a_first_stage_that_is_lost_is_told_what_blocks_before_it_have_changed() -> None:
     """Also those that have begun and not come out."""
-    driver, changed = session(Ranks())._driver, PromptUpdate(text="b", transition="blend", over=2)
-    driver._known, driver._next_out = {"prompt": PromptUpdate(text="a")}, 1
+    stream, changed = session(Ranks()), PromptUpdate(text="b", transition="blend", over=2)
+    stream._known, stream._next_out = {"prompt": PromptUpdate(text="a")}, 1
     orders = {1: (changed,), 2: (), 3: ()}
-    driver._sent = {block: (BeginBlock(inputs=(), updates=updates), None) for block, updates in orders.items()}
-    driver._note_lost(LostStage(block=3, start=0, stop=1))
-    assert driver._sent[3][0].updates == (PromptUpdate(text="b"),)
+    stream._sent = {block: (BeginBlock(inputs=(), updates=updates), None) for block, updates in orders.items()}
+    stream._note_lost(LostStage(block=3, start=0, stop=1))
+    assert stream._sent[3][0].updates == (PromptUpdate(text="b"),)
 
 
 def test_a_pause_while_degraded_is_still_degraded() -> None:
@@ -526,7 +526,7 @@ def test_a_timer_ends_with_its_stream() -> None:
     track = AudioTrack(replace(AUDIO, fps=1 / 3600), FRAMES, KeepAlive())
     with session(Ranks(), blocks=3, track=track).begin() as stream:
         give_up = time.monotonic() + 20
-        while (timer := stream._driver._timer) is None and time.monotonic() < give_up:
+        while (timer := stream._timer) is None and time.monotonic() < give_up:
             time.sleep(0.01)
     assert timer is not None
     timer.join(10)
@@ -535,14 +535,14 @@ def test_a_timer_ends_with_its_stream() -> None:
 
 def test_restarts_are_counted_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(driver_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(base_session.time, "monotonic", lambda: now[0])
     ranks = Ranks((0, 1), (1, 2), (2, 3))
     with session(ranks, blocks=6, credit=1, restarts=1).begin() as stream:
         for block in range(3):
             assert next(stream).block == block
             while len(ranks.runs) < block + 2:  # the worker dies in the block that begins now
                 time.sleep(0.01)
-            now[0] += driver_module.RENEWED + 1
+            now[0] += base_session.RENEWED + 1
         assert [chunk.block for chunk in stream] == [3, 4, 5]
     assert len(ranks.runs) == 4
 

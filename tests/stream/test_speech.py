@@ -29,7 +29,6 @@ from patchpar.stream.causal.runner import network_of
 from patchpar.stream.causal.speech_wan import REFERENCE_TIME
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.causal_model import Payload
 from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.convert import WAV2VEC2, ConvertedModel, convert_checkpoint
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
@@ -37,6 +36,7 @@ from patchpar.stream.families import TWICE_SHIFTED
 from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage_link import Payload
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.reference_wan import KV, Seen
 from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage

@@ -60,7 +60,7 @@ def on_pool(folder: Path, ranks: Any, number: int, plan: StreamPlan | None = Non
     executor: Any = PoolExecutor(ranks, f"speech-{number}", ENGINE)
     facts = executor.call("load", str(folder), config, plan, {})[0]
     loading = ModelLoading(folder=str(folder), config=config, options={}, devices=("cpu",) * number, deadline=60)
-    return StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)
+    return StreamingPipeline(WorkerGroup(executor, plan, loading), config, facts)
 
 
 def test_frames_of_one_process_on_ranks(folder: Path, ranks: Any, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
     for block in range(BLOCKS):
         due = [change(update) for update in changes.get(block, [])]
         if block == 0:
-            due.append(Reference(latents=decoder.encode(from_pixels(FACE))))
+            due.append(Reference(latents=decoder.encode(from_pixels(FACE[None]))))
         if block == config.steps:
             assert first is not None
             due.insert(0, Reference(latents=first))

@@ -27,7 +27,6 @@ from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.driver import StreamLimits
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
@@ -352,11 +351,11 @@ def test_a_video_that_fails_ends_the_stream_with_its_error_after_what_was_begun(
         yield from torch.zeros(FORMAT.first_frame(4) - 1, FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
         raise ValueError("the camera is gone")
 
-    ranks, limits = Ranks(), StreamLimits(credit=3)
+    ranks = Ranks()
     source = VideoSource(broken(), lambda block: FORMAT.first_frame(block + 1) - FORMAT.first_frame(block))
     taken = list[int]()
     frames = FrameSources(video=source)
-    with StreamSession(ranks.run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin() as stream:
+    with StreamSession(ranks.run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=3).begin() as stream:
         with pytest.raises(ValueError, match="the camera is gone"):
             taken.extend(chunk.block for chunk in stream)
         with pytest.raises(ValueError, match="the camera is gone"):
@@ -377,7 +376,7 @@ def test_a_block_begins_when_its_frames_have_come() -> None:
         were_taken.append(taken.wait(10))
 
     frames = FrameSources(video=VideoSource(slow(), FORMAT.frames_of))
-    with StreamSession(ranks.run, (COURSE,), StreamLimits(credit=3), FORMAT, StreamDelivery(), None, frames) as stream:
+    with StreamSession(ranks.run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=3) as stream:
         next(stream.begin())
         taken.set()
         assert list(stream) == []
@@ -399,7 +398,7 @@ def test_a_block_waits_for_the_frames_of_its_video_and_of_its_poses() -> None:
 
 def test_a_stream_that_is_over_takes_no_frame() -> None:
     frames = FrameSources(video=LiveVideo(FORMAT.frames_of))
-    stream = StreamSession(Ranks().run, (COURSE,), StreamLimits(credit=1), FORMAT, StreamDelivery(), None, frames)
+    stream = StreamSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=1)
     image = torch.zeros(FORMAT.height, FORMAT.width, 3, dtype=torch.uint8)
     with stream.begin():
         stream.push_frame(image)
@@ -433,8 +432,8 @@ def test_a_video_that_stalls_holds_up_neither_chunks_nor_the_end() -> None:
         goes_on.wait(20)
 
     video: Any = stalls()
-    limits, frames = StreamLimits(credit=3), FrameSources(video=VideoSource(video, FORMAT.frames_of))
-    stream = StreamSession(Ranks().run, (COURSE,), limits, FORMAT, StreamDelivery(), None, frames).begin()
+    frames = FrameSources(video=VideoSource(video, FORMAT.frames_of))
+    stream = StreamSession(Ranks().run, (COURSE,), FORMAT, StreamDelivery(), None, frames, credit=3).begin()
     assert [next(stream).block, next(stream).block] == [0, 1]
     stream.close()
     assert stream.status == "cancelled"

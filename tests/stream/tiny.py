@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from torch import Tensor
 
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
+from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
@@ -89,6 +90,11 @@ def causal(
 ) -> BandedWan:
     chosen = CausalOptions(**{"frames": FRAMES, "window": 3, "sink_distance": 5} | options)
     return BandedWan(transformer(dtype, heads=heads), chosen, conditioner(dtype) if hears else None, inner)
+
+
+def num_bytes(memory: KVWindow) -> int:
+    """Of all that it has allocated."""
+    return sum(x.numel() * x.element_size() for x in (memory._keys, memory._values, memory._sink_keys))
 
 
 def run_of(**other: Any) -> StreamRun:

@@ -92,6 +92,23 @@ def with_compiled_blocks(this: PoolRank, name: str, denoiser: str) -> tuple[Any,
     return None if got is None else latents_of(got), want, counter.frame_count
 
 
+def cached_past_the_engine(this: PoolRank, cache: Any, steps: int) -> list[Tensor | None]:
+    """Latents of images one after the other: of a network as it is, with a cache that it is given, without again."""
+    found, engine = tiny.build("flux"), this.runner()
+    case, plan = PipelineCase(name="flux", plan="patch=2", steps=steps), Plan.parse("patch=2")
+    engine.adopt(found.pipe)
+    images = []
+    try:
+        for change in (lambda: None, lambda: found.denoiser.enable_cache(cache), found.denoiser.disable_cache):
+            change()
+            generated = engine.generate(arguments(case, found), CallOptions(plan=plan, verify=False, quiet=True))
+            output = getattr(generated, "output", None)
+            images.append(None if output is None else latents_of(output))
+    finally:
+        engine.restore()
+    return images
+
+
 def refusal_of_compiled(this: PoolRank, name: str, plan: str, compiled: str) -> str:
     """What is said of a call after the method `compiled` of a network."""
     found, engine = tiny.build(name), this.runner()

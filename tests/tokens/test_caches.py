@@ -12,7 +12,9 @@ from diffusers.hooks import (
     FirstBlockCacheConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
+    SeaCacheConfig,
     TaylorSeerCacheConfig,
+    TextKVCacheConfig,
 )
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor
@@ -25,6 +27,12 @@ from tests.tensors import relative
 from .on_ranks import PipelineCase, arguments, latents_of
 from .test_pipelines import EXACT, generate
 
+
+def no_time() -> int:
+    """What a cache asks for."""
+    return 500
+
+
 STEPS = 6
 RATIOS = torch.linspace(1.02, 0.98, STEPS).tolist()
 FIRST_BLOCK = {"flux": FirstBlockCacheConfig(threshold=0.343), "cogvideox": FirstBlockCacheConfig(threshold=0.19)}
@@ -32,13 +40,13 @@ MAGNITUDES = MagCacheConfig(
     threshold=0.5, max_skip_steps=2, retention_ratio=0.2, num_inference_steps=STEPS, mag_ratios=RATIOS
 )
 PREDICTED = TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=2, max_order=1)
+ATTENTION = PyramidAttentionBroadcastConfig(
+    spatial_attention_block_skip_range=2,
+    spatial_attention_timestep_skip_range=(-1, 1001),
+    current_timestep_callback=no_time,
+)
 CASES = [*FIRST_BLOCK.items(), ("flux", MAGNITUDES), ("cogvideox", MAGNITUDES), ("flux", PREDICTED)]
 TITLES = [f"{name}-{type(cache).__name__}" for name, cache in CASES]
-
-
-def no_time() -> int:
-    """What a cache asks for."""
-    return 500
 
 
 def plain(name: str, cache: Any) -> tuple[Tensor, list[bool]]:
@@ -70,6 +78,25 @@ def test_as_in_one_process(ranks: Any, name: str, cache: Any, plans: str, tmp_pa
     for case, got in zip(cases, generate(ranks, *cases), strict=True):
         assert not isinstance(got, str), got
         assert relative(got, want) <= EXACT, case.plan
+
+
+@pytest.mark.parametrize(("name", "plans"), [("flux", "patch=3"), ("cogvideox", "patch=3 cfg=2,patch=2")])
+def test_each_rank_keeps_the_attention_of_its_tokens(ranks: Any, name: str, plans: str) -> None:
+    (want, _), (without, _) = plain(name, ATTENTION), plain(name, None)
+    assert relative(without, want) > 10 * EXACT, "control"
+    cases = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=ATTENTION, twice=True) for plan in plans.split()]
+    for case, got in zip(cases, generate(ranks, *cases), strict=True):
+        assert not isinstance(got, str), got
+        assert relative(got, want) <= EXACT, case.plan
+
+
+@pytest.mark.parametrize("cache", [FIRST_BLOCK["flux"], PREDICTED, ATTENTION], ids=lambda each: type(each).__name__)
+def test_a_network_that_gets_a_cache_between_images(ranks: Any, cache: Any) -> None:
+    """By a method of its own, which nobody is told of."""
+    (want, _), (without, _) = plain("flux", cache), plain("flux", None)
+    found = ranks.run("tests.tokens.on_ranks:cached_past_the_engine", POOL_SIZE, cache, STEPS)[0]
+    for got, wanted in zip(found, (without, want, without), strict=True):
+        assert relative(got, wanted) <= EXACT
 
 
 def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
@@ -115,7 +142,9 @@ def test_prompts_on_several_ranks_decide_together(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("cache", "plan", "words"),
     [
-        (PyramidAttentionBroadcastConfig(2, current_timestep_callback=no_time), "patch=2", "PyramidAttentionBroadcast"),
+        (SeaCacheConfig(), "patch=2", "SeaCacheConfig cannot be used with axis 'patch'.*PyramidAttentionBroadcast"),
+        (TextKVCacheConfig(), "patch=2", "TextKVCacheConfig cannot be used with axis 'patch'.*or cfg=2"),
+        (ATTENTION, "patch=2,strategy=displaced", "PyramidAttentionBroadcast.*use strategy 'exact'"),
         (FIRST_BLOCK["flux"], "patch=2,strategy=displaced", "skips blocks in some steps.*use strategy 'exact'"),
     ],
 )

@@ -61,7 +61,7 @@ def test_each_frame_of_a_video_is_encoded_as_well_as_the_first(avatar: Avatar) -
     decoder = WanDecoder(avatar.vae)
     encoder, state = WanEncoder(decoder), decoder.new_state()
     face = np.asarray(Image.open(FACE_FOLDER / REFERENCE).convert("RGB").resize((STREAM.width, STREAM.height)))
-    images = from_pixels(torch.from_numpy(face.copy())).expand(3, -1, -1, -1)
+    images = from_pixels(torch.from_numpy(face.copy())[None]).expand(3, -1, -1, -1)
     with torch.no_grad():
         blocks = [encoder.encode(images, 3) for _ in range(2)]
         displayed = np.concatenate([as_pixels(decoder.decode(state, block)).numpy() for block in blocks])

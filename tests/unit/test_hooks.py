@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.hooks import ModelHook
+from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
 from patchpar.shard.hooks import HookSet
@@ -74,3 +74,47 @@ def test_a_pipeline_keeps_its_own_encoder_of_prompts() -> None:
             assert vars(each)["encode_prompt"] is not own
     assert pipe.encode_prompt is own
     assert not vars(unchanged)
+
+
+class Adds(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Adds a number to what a module returns."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.fn_ref.original_forward(*args, **kwargs) + self.number
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_hook_beneath_it_that_another_removes_does_not_come_back(others: int) -> None:
+    """As of `disable_cache`: diffusers then calls the module past the next hook."""
+    module = nn.Identity()
+    registry, x = HookRegistry.check_if_exists_or_initialize(module), torch.zeros(1)
+    for number in range(others):
+        registry.register_hook(Adds(10.0**number), f"other {number}")
+    with HookSet() as hooks:
+        installed = hooks.install(module, Adds(0.5), "ours")
+        assert float(module(x)) == 0.5 + sum(10.0**number for number in range(others))
+        assert installed.is_reached
+        registry.remove_hook(f"other {others - 1}")
+        assert not installed.is_reached
+        installed.reinstall()
+        assert installed.is_reached
+        assert float(module(x)) == 0.5 + others - 1
+    assert float(module(x)) == others - 1
+    assert list(registry.hooks) == ["other 0"][: others - 1]
+
+
+def test_such_a_hook_is_gone_when_ours_is_taken_out() -> None:
+    module, x = nn.Identity(), torch.zeros(1)
+    registry = HookRegistry.check_if_exists_or_initialize(module)
+    registry.register_hook(Adds(1), "other")
+    with HookSet() as hooks:
+        hooks.install(module, Adds(0.5), "ours")
+        registry.register_hook(Adds(3), "later")
+        registry.remove_hook("other")
+    assert float(module(x)) == 3
+    registry.remove_hook("later")
+    assert float(module(x)) == 0

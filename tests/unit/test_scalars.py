@@ -26,7 +26,7 @@ from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
-from patchpar.stream.images.driver import ImageStreamOptions
+from patchpar.stream.images.session import ImageStreamOptions
 from patchpar.stream.plan import StreamPlan
 from tests.tiny import build
 

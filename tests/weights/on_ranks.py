@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.gpu.host_time import python_calls
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport.arena import Arena
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
 from patchpar.shard.compiled import uncompiled
@@ -33,12 +34,12 @@ def divided(this: PoolRank, network: nn.Module, kind: str = "sharded", **options
 
 
 def joined(network: nn.Module, comm: Communicator, axis: Axis, kind: str = "sharded", **options: Any) -> ShardedWeights:
-    """`kind`: "hosted apart" is that of ranks that cannot map each other's memory."""
-    store = DeviceShards if kind == "sharded" else HostStore
+    """`kind`: "sharded apart" and "hosted apart" are those of ranks that cannot map each other's memory."""
+    store = DeviceShards if kind.startswith("sharded") else HostStore
     weights = ShardedWeights(network, store(axis, comm.transport.device), **options)
     with pytest.MonkeyPatch.context() as patch:
-        if kind == "hosted apart":
-            patch.setattr("patchpar.shard.weights.host_segment.opened", lambda address: None)
+        if kind.endswith("apart"):
+            patch.setattr("patchpar.shard.weights.host_segment.opened", lambda address, **options: None)
         weights.join(comm)
     return weights
 
@@ -120,10 +121,11 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
         network(x)
     weights.settle()
     weights.comm.traffic.clear()
-    copied: list[Any] = []
+    copied, messages = list[int](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        plain = Arena.copied
+        plain, send_recv = Arena.copied, SharedMemoryTransport.send_recv
         patch.setattr(Arena, "copied", lambda self, tensors: copied.append(1) or plain(self, tensors))
+        patch.setattr(SharedMemoryTransport, "send_recv", lambda *each: messages.append(1) or send_recv(*each))
         for _ in range(2):
             network(x)
         weights.settle()
@@ -137,13 +139,14 @@ def bytes_of(this: PoolRank, kind: str = "sharded") -> dict[str, Any]:
         "received": dict(traffic.bytes_received),
         "rounds": dict(traffic.rounds),
         "copied": len(copied),
+        "messages": len(messages),
     }
 
 
 @torch.no_grad()
-def calls_of_a_gather(this: PoolRank) -> int:
+def calls_of_a_gather(this: PoolRank, kind: str) -> int:
     """Calls of Python to start a gather and to wait for it, with messages that have come meanwhile."""
-    weights, found = divided(this, networks.build("chain")), []
+    weights, found = divided(this, networks.build("chain"), kind), []
     meet = AllGather(weights.comm, weights.axis, "verify", "meeting")
     for index in (0, 2, 0, 2):
         started = python_calls(lambda index=index: weights._start(index))  # type: ignore[misc]
@@ -151,6 +154,34 @@ def calls_of_a_gather(this: PoolRank) -> int:
         found.append(started + python_calls(lambda: weights._take(0)))
     weights.restore()
     return min(found)
+
+
+@torch.no_grad()
+def written_in_place(this: PoolRank, kind: str) -> dict[str, Any]:
+    """A network of which the last rank writes to all weights that are in no slot: whether its calls are others then.
+
+    `in_place`: how much of the bytes of all blocks is in no slot.
+    """
+    network, x = networks.build("chain"), networks.sample()
+    weights = divided(this, network, kind)
+    wanted = network(x)
+    weights.settle()
+    packed = [each for block in weights.blocks for each in block.tensors]
+    outside = [each for each in packed if not _is_in_a_slot(weights, each.tensor)]
+    for each in outside if this.rank == this.world - 1 else ():
+        each.tensor.copy_(each.tensor.flip(0))
+    AllGather(weights.comm, weights.axis, "verify", "meeting").same(torch.zeros(1))
+    found = network(x)
+    weights.restore()
+    return {
+        "in place": sum(each.num_bytes for each in outside) / sum(each.num_bytes for each in packed),
+        "other": not torch.equal(found, wanted),
+        "stays": torch.equal(network(x), found),
+    }
+
+
+def _is_in_a_slot(weights: ShardedWeights, x: Tensor) -> bool:
+    return any(0 <= x.data_ptr() - slot.data_ptr() < slot.numel() for slot in weights._slots)
 
 
 @torch.no_grad()

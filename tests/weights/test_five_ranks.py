@@ -29,7 +29,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("kind", first_of(["sharded", "hosted", "hosted apart"], "sharded"))
+@pytest.mark.parametrize("kind", first_of(["sharded", "sharded apart", "hosted", "hosted apart"], "sharded apart"))
 @pytest.mark.parametrize("name", first_of(NAMES, "FluxTransformer2DModel"))
 def test_networks_of_diffusers(name: str, kind: str) -> None:
     made = [built(name) for _ in range(RANKS)]  # threads share torch's random state

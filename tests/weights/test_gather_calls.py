@@ -34,8 +34,8 @@ CEILINGS = {"sharded": 32 + (Version("2.7") > TORCH), "hosted": 17}
 Of torch 2.6 the wait of a work is a function of Python here, since that is what stands for NCCL."""
 OF_TORCH = {"sharded": 5, "hosted": 1}
 """Functions of torch: the operation, and two events that are made and recorded; a copy from each rank's memory."""
-BY_MESSAGES = 39
-"""Calls from the start of a gather of two ranks by messages to the end of its wait, where they have come by then."""
+OF_A_GATHER = {"sharded": 17, "sharded apart": 39}
+"""Calls from its start to the end of its wait, of two ranks of one host: in place, and by messages that have come."""
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def test_a_call_more_in_every_block_is_counted(steps: Any, monkeypatch: pytest.M
     assert added(steps["hosted"], python_calls) == pytest.approx(before + 2)
 
 
-def test_a_gather_by_messages_calls_no_more_of_python_than_its_ceiling(ranks: Any) -> None:
-    for found in ranks.run("tests.weights.on_ranks:calls_of_a_gather", 2):
-        assert found <= BY_MESSAGES, f"{found} calls"
+@pytest.mark.parametrize("kind", OF_A_GATHER)
+def test_a_gather_on_one_host_calls_no_more_of_python_than_its_ceiling(ranks: Any, kind: str) -> None:
+    for found in ranks.run("tests.weights.on_ranks:calls_of_a_gather", 2, kind):
+        assert found <= OF_A_GATHER[kind], f"{found} calls"

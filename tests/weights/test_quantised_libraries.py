@@ -21,7 +21,8 @@ from tests.unit.threads import on_threads
 from tests.weights.on_ranks import equal, joined
 
 pytestmark = pytest.mark.breadth
-RANKS, WIDTH = 3, 64  # GGUF has blocks of 32 values, bitsandbytes of 64
+RANKS = (2, 3, 5)
+WIDTH = 64  # GGUF has blocks of 32 values, bitsandbytes of 64
 
 
 class Block(nn.Module):
@@ -137,12 +138,13 @@ def test_a_pipeline_with_weights_of_gguf_is_that_of_one_process() -> None:
     assert (got - wanted).norm() < 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize("kind", ["sharded", "hosted"])
+@pytest.mark.parametrize("kind", ["sharded", "sharded apart", "hosted"])
 @pytest.mark.parametrize("form", FORMS)
-def test_same_bits_as_whole_weights(form: str, kind: str) -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_same_bits_as_whole_weights(ranks: int, form: str, kind: str) -> None:
     pytest.importorskip(PACKAGES[form], reason=f"pip install {PACKAGES[form]}")
     with seeded():
-        made = [Network().eval().requires_grad_(False) for _ in range(RANKS)]
+        made = [Network().eval().requires_grad_(False) for _ in range(ranks)]
         x = torch.randn(2, WIDTH)
     plain = made[0].state_dict()
     for network in made[1:]:
@@ -152,7 +154,7 @@ def test_same_bits_as_whole_weights(form: str, kind: str) -> None:
 
     @torch.no_grad()
     def on_rank(transport: Any) -> dict[str, Any]:
-        network, mesh = made[transport.rank], Mesh(transport.rank, range(RANKS), patch=RANKS)
+        network, mesh = made[transport.rank], Mesh(transport.rank, range(ranks), patch=ranks)
         before, wanted = [x.detach().clone() for x in plain_tensors(network)], network(x)
         weights = joined(network, Communicator(transport), mesh["patch"], kind)
         codes = [each for block in weights.blocks for each in block.tensors if each.dtype.itemsize == 1]
@@ -163,7 +165,7 @@ def test_same_bits_as_whole_weights(form: str, kind: str) -> None:
         same = all(map(torch.equal, before, plain_tensors(network)))
         return {"equal": [*found, equal(network(x), wanted), same], "alone": alone, "codes": len(codes)}
 
-    for found in on_threads(RANKS, on_rank, deadline=60.0):
+    for found in on_threads(ranks, on_rank, deadline=60.0):
         assert not isinstance(found, Exception), found
         assert all(found["equal"])
         assert not found["alone"]

@@ -15,25 +15,32 @@ from tests.weights.networks import NETWORKS
 from tests.weights.quantised import LINEARS
 
 ON_RANKS = "tests.weights.on_ranks"
+KINDS = ("sharded", "sharded apart")
+"""The other: of ranks that cannot map each other's memory."""
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize(("world", "slots", "resident"), [(2, 2, 0), (3, 3, 0), (3, 1, 1)])
-def test_same_bits_as_whole_weights(ranks: Any, name: str, world: int, slots: int, resident: int) -> None:
-    for found in ranks.run(f"{ON_RANKS}:networks_with", world, name, slots, resident):
+@pytest.mark.parametrize(
+    ("world", "slots", "resident", "kind"),
+    [(2, 2, 0, "sharded"), (3, 3, 0, "sharded apart"), (3, 1, 1, "sharded apart"), (3, 2, 1, "sharded")],
+)
+def test_same_bits_as_whole_weights(ranks: Any, name: str, world: int, slots: int, resident: int, kind: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:networks_with", world, name, slots, resident, kind):
         assert found["equal"] == [True] * 4
         assert found["restored"]
         outside = ["blocks.1", "blocks.4"] if name == "read outside" else []
         assert found["outside"] == outside
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_bytes_are_those_of_the_shards(ranks: Any, world: int) -> None:
-    for found in ranks.run(f"{ON_RANKS}:bytes_of", world):
+def test_bytes_are_those_of_the_shards(ranks: Any, world: int, kind: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:bytes_of", world, kind):
         gathered = 2 * sum(found["shards"]) * (world - 1)
         assert found["sent"] == found["received"] == {"weights": gathered}
         assert found["rounds"] == {"weights": 2 * 4}
         assert not found["copied"], "the others read shards where they lie"
+        assert found["messages"] == (0 if kind == "sharded" else 2 * 4), "who has mapped all shards needs none"
         padding = 4 * 64 * world
         assert found["held"] <= found["whole"] / world + 2 * max(found["shards"]) * world + padding
 
@@ -42,9 +49,19 @@ def test_bytes_are_those_of_the_shards(ranks: Any, world: int) -> None:
     "name", first_of([*TRANSFORMERS, *denoisers.KINDS], "FluxTransformer2DModel", "WanTransformer3DModel", "sdxl")
 )
 def test_networks_of_diffusers(ranks: Any, name: str) -> None:
-    for found in ranks.run(f"{ON_RANKS}:diffusers_network", 3, name, True, torch.float32):
-        assert found["equal"] == [True, True]
-        assert found["restored"]
+    for kind in KINDS:
+        for found in ranks.run(f"{ON_RANKS}:diffusers_network", 3, name, True, torch.float32, kind):
+            assert found["equal"] == [True, True]
+            assert found["restored"]
+
+
+def test_what_lies_in_one_shard_is_used_there_and_what_is_written_to_it_is_the_ranks_own(ranks: Any) -> None:
+    for rank, found in enumerate(ranks.run(f"{ON_RANKS}:written_in_place", 2, "sharded")):
+        assert found["in place"] > 0.05
+        assert found["other"] == bool(rank)
+        assert found["stays"], "in the next call, and when weights are whole again"
+    for found in ranks.run(f"{ON_RANKS}:written_in_place", 2, "sharded apart"):
+        assert (found["in place"], found["other"]) == (0, False)
 
 
 def test_a_call_after_one_that_failed_gathers_each_block_once(ranks: Any) -> None:

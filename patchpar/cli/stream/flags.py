@@ -27,7 +27,7 @@ from patchpar.stream.model_index import is_block_causal
 from patchpar.stream.web.server import check_port
 
 Late = Literal["block", "drop_oldest", "skip_to_live"]
-"""The policies for a slow consumer of `stream.rank_driver`, which imports torch."""
+"""The policies for a slow consumer of `stream.delivery`, which imports torch."""
 PAGE = "page"
 """Audio or images of the browser that watches."""
 SPEECH = "embedded"

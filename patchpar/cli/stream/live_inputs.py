@@ -19,8 +19,7 @@ from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophon
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.stream.config import StreamConfig
-    from patchpar.stream.live_audio import LiveAudioInput
-    from patchpar.stream.live_video import Camera, LiveImageInput
+    from patchpar.stream.live_inputs import Camera, LiveAudioInput, LiveImageInput
     from patchpar.stream.session import StreamSession
 
 
@@ -50,8 +49,7 @@ class LiveInputs:
 
     def begin(self, session: StreamSession, config: StreamConfig, fps: float) -> Callable[[], str]:
         """Start to read for a video stream; returns a function that says what is wrong with them."""
-        from patchpar.stream.live_audio import LiveAudio
-        from patchpar.stream.live_video import Camera, LiveFrames
+        from patchpar.stream.live_inputs import Camera, LiveAudio, LiveFrames
 
         found: list[LiveAudio | Camera] = []
         if self.audio is not None:
@@ -66,7 +64,7 @@ class LiveInputs:
 
     def camera(self, stack: ExitStack) -> tuple[Camera, Iterator[Any]]:
         """Start to read images for an image model, until `stack` is closed; returns the images too."""
-        from patchpar.stream.live_video import Camera
+        from patchpar.stream.live_inputs import Camera
 
         assert self.images is not None
         camera, is_over = Camera(self.images), threading.Event()

@@ -131,7 +131,7 @@ class StreamEnding:
 
 def show_all(
     parts: Iterable[TimedFrames],
-    session: BaseSession[Any, Any, Any],
+    session: BaseSession[Any, Any],
     screens: Sequence[FrameOutput],
     meter: ProgressMeter,
     print_line: Callable[[str], None],

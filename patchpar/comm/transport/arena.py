@@ -19,9 +19,13 @@ from patchpar.launch.anonymous_file import aligned, anonymous_file
 FIRST_SEGMENT = 4 << 20
 
 
-def map_segment(descriptor: int) -> Tensor:
-    """Return a uint8 tensor [bytes] over the memory of the file `descriptor`."""
-    return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+def map_segment(descriptor: int, *, own_writes: bool = False) -> Tensor:
+    """Return a uint8 tensor [bytes] over the memory of the file `descriptor`.
+
+    `own_writes`: what is written to it stays in this process, which has a copy of the page from then on.
+    """
+    access = mmap.ACCESS_COPY if own_writes else mmap.ACCESS_WRITE
+    return torch.frombuffer(mmap.mmap(descriptor, 0, access=access), dtype=torch.uint8)
 
 
 @dataclass(slots=True)

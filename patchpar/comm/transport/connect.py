@@ -111,6 +111,11 @@ def watched(transport: T, rank: RankContext) -> T:
     return transport
 
 
+def shares_memory(transport: Transport) -> bool:
+    """Whether ranks of one host exchange through memory that both map. The same on all ranks."""
+    return isinstance(transport, SharedMemoryTransport)
+
+
 def register_memory(transport: Transport, descriptor: int, memory: Tensor) -> None:
     """Let the other ranks read messages where they lie in `memory` [bytes] of a file, where the transport can.
 

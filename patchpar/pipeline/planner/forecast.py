@@ -62,7 +62,7 @@ class Forecast:
     launch its kernels; 0 of one rank where several have graphs. `work`: these kernels; None if not known. `calls`: of
     denoisers by the first rank in a later step; 0 if not known. `rounds`: exchanges of which it waits for messages, one
     after the other, in a later step. `copied`: bytes from the host's memory, in a later step, by rank. `order`: the
-    device of each rank, then idle ones; empty where they are in order.
+    device of each rank, then idle ones; empty where they are in order. `replayed`: None of a search that was kept.
     """
 
     plan: Plan
@@ -75,7 +75,7 @@ class Forecast:
     bytes_sent: Sequence[Mapping[str, int]]
     memory: Sequence[RankMemory]
     assumed: Sequence[str]
-    replayed: Replayed
+    replayed: Replayed | None
     flops: Sequence[int] = ()
     launching: float = 0.0
     work: DividedWork | None = None

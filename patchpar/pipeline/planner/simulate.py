@@ -69,8 +69,8 @@ class SimulatedSteps:
 class Simulator:
     """Calls of one model with `kwargs` on one machine, under any plans. `options`: see `simulate`. `files`: kept tapes.
 
-    A plan that is kept is not recorded again, and then neither torch nor diffusers is imported. Raises PlanError for a
-    model or a machine that is not known.
+    A plan that is kept is not recorded again, and then neither torch nor diffusers is imported. `fresh`: see
+    `KeptTapes`. Raises PlanError for a model or a machine that is not known.
     """
 
     def __init__(
@@ -80,6 +80,8 @@ class Simulator:
         options: Mapping[str, Any],
         kwargs: Mapping[str, Any],
         files: VerificationCache | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         self.machine = machine_of(machine) if isinstance(machine, str) else machine
         loading = {name: value for name, value in options.items() if name != GRAPHS}
@@ -90,7 +92,7 @@ class Simulator:
         self._joined = not isinstance(device, MeasuredDevice) or device.beside_host
         facts = {"joined": self._joined}
         self._forecasts: dict[Plan, PlanForecasts] = {}
-        self._tapes = KeptTapes.of(self._folder, self._options, self._kwargs, facts=facts, files=files)
+        self._tapes = KeptTapes.of(self._folder, self._options, self._kwargs, facts=facts, files=files, fresh=fresh)
 
     @cached_property
     def call(self) -> CallFacts:
@@ -100,6 +102,11 @@ class Simulator:
             found = self._model.call
             self._tapes.keep_call(found)
         return found
+
+    @property
+    def kept(self) -> KeptTapes:
+        """Where anything is kept that depends on its forecasts: on the machine too, with its rates and links."""
+        return self._tapes.with_facts(machine=repr(self.machine), graphs=self._graphs)
 
     @cached_property
     def _model(self) -> "EmptyModel":

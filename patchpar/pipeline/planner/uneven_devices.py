@@ -81,7 +81,8 @@ def _seconds_beside_others(alone: Forecast) -> float:
 
 
 def computing(found: Forecast) -> Counter[int]:
-    """Return the seconds that each rank computes in the last step."""
+    """Return the seconds that each rank computes in the last step of a forecast with its replay."""
+    assert found.replayed is not None
     steps = [each for each in found.replayed.intervals if each.what == STEP and each.name.startswith("step ")]
     last = {each.rank: each for each in steps}  # in order
     seconds: Counter[int] = Counter()

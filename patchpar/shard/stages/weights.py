@@ -74,7 +74,7 @@ class StageWeights:
         elif axis.rank in missing:
             expected = Incoming(axis.ranks[owner], (TensorSpec((block.num_bytes,), torch.uint8),))
             ((received,),) = self._comm.send_recv(KIND, where, [], [expected]).wait()
-            block.point_to(block.own_copies(received))
+            block.point_to(block.own_copies(block.views(received)))
 
     @contextmanager
     def set_aside(self, holders: Holders) -> Iterator[None]:

@@ -163,7 +163,7 @@ class TokenDenoiser(SharedDenoiser):
 
         `unforeseen`: raised by a block that is called otherwise than at the first call of that signature.
         """
-        refuse_caches(self.denoiser, stale=self.history is not None)
+        refuse_caches(self.denoiser, stale=self.history is not None, by_tokens=True)
         refuse_elsewhere(self.denoiser, self.patch.comm.transport.device)
         kept = self.foreign.set_aside(forward)
         with caches_set_aside(self.denoiser), kept as forward, needing_torch_attention(self.denoiser, kernel):

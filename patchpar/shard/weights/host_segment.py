@@ -42,8 +42,11 @@ class HostSegment:
         self.forget()
 
 
-def opened(address: bytes) -> Tensor | None:
-    """Return the memory [bytes] of another process's segment; None if it is on another host or may not be opened."""
+def opened(address: bytes, *, own_writes: bool = False) -> Tensor | None:
+    """Return the memory [bytes] of another process's segment; None if it is on another host or may not be opened.
+
+    `own_writes`: what this process writes to it, no other process sees.
+    """
     host, process, number, *file = json.loads(address)
     if not host or host != this_host():
         return None
@@ -53,20 +56,24 @@ def opened(address: bytes) -> Tensor | None:
         return None
     try:
         found = os.fstat(descriptor)
-        return map_segment(descriptor) if [found.st_dev, found.st_ino] == file else None
+        return map_segment(descriptor, own_writes=own_writes) if [found.st_dev, found.st_ino] == file else None
     finally:
         os.close(descriptor)
 
 
-def segments_of_all(own: HostSegment, mesh: AxisComm) -> Sequence[Tensor] | None:
+def segments_of_all(own: HostSegment, mesh: AxisComm, *, own_writes: bool = False) -> Sequence[Tensor] | None:
     """Return the memory [bytes] of all ranks of the axis in order; None, on all of them, where one cannot be opened.
 
-    Collective. Raises ExchangeError.
+    `own_writes`: what this rank writes to it, no other rank sees. Collective. Raises ExchangeError.
     """
     comm, axis = mesh
     with uncounted(comm):
         addresses = AllGather(comm, axis, "verify", "host memory").of_bytes(own.address)
-    found = [own.memory if rank == axis.rank else opened(address) for rank, address in enumerate(addresses)]
+    shared = {} if own_writes else {axis.rank: own.memory}
+    found = [
+        shared[rank] if rank in shared else opened(address, own_writes=own_writes)
+        for rank, address in enumerate(addresses)
+    ]
     memories = [memory for memory in found if memory is not None]
     all_opened = every_rank_has(mesh, "host memory", len(memories) == axis.size)
     own.forget()

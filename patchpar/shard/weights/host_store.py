@@ -76,7 +76,6 @@ class HostStore(BlockStore):
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         super().__init__(axis, device)
-        self._blocks: Sequence[PackedBlock] = ()
         self._offsets: list[int] = []  # of the blocks in each rank's segment
         self._own: HostSegment | None = None
         self._segments: Sequence[Tensor] | None = None  # of all ranks, if this one has mapped them

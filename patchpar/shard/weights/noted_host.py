@@ -21,7 +21,6 @@ class NotedHost(BlockStore):
     """Blocks in host memory that every rank maps, as on one host."""
 
     is_collective, num_bytes = False, 0
-    _blocks: Sequence[PackedBlock] = ()
 
     def reserve(self, blocks: Sequence[PackedBlock]) -> None:
         """See BlockStore."""

@@ -20,8 +20,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.verification import is_alike
 from patchpar.shard.weights.left_whole import adapter_modules, blocks_outside_graphs, is_plain, opaque_weights
+from patchpar.shard.weights.offsets import offsets_in_parts, part_bytes
 
-ALIGNMENT = 64  # bytes: a cache line, and the widest load of a GPU
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
 OUTSIDE = -1
 APART = 2**48  # bytes between made-up addresses
@@ -70,7 +70,7 @@ class PackedBlock:
 
     def shard_bytes(self, num_ranks: int) -> int:
         """Return the bytes that each of `num_ranks` ranks keeps; the last ones may hold padding only."""
-        return -(-self.num_bytes // (num_ranks * ALIGNMENT)) * ALIGNMENT
+        return part_bytes(self.num_bytes, num_ranks)
 
     def write(self, buffer: Tensor, first: int = 0, copy: CopyMemory = copy_memory) -> None:
         """Copy the weights into `buffer` [bytes], from byte `first` of the block on; others are not read."""
@@ -98,13 +98,13 @@ class PackedBlock:
         """Bytes of the largest tensor."""
         return max(each.num_bytes for each in self.tensors)
 
-    def own_copies(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors in `buffer` [bytes] in memory of their own; tied ones share it as before."""
+    def own_copies(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors like `views` of the block's, in memory of their own; tied ones share it as before."""
         copies: dict[int, Tensor] = {}
         with torch.inference_mode(mode=False):  # whose tensors autograd refuses for good
-            for each in self.tensors:
+            for each, view in zip(self.tensors, views, strict=True):
                 if each.offset not in copies:
-                    copies[each.offset] = buffer.narrow(0, each.offset, each.num_bytes).clone()
+                    copies[each.offset] = memory_of(view, 0, each.num_bytes).clone()
             return [copies[x.offset].view(x.dtype).as_strided(x.shape, x.stride) for x in self.tensors]
 
     def point_to(self, tensors: Sequence[Tensor]) -> None:
@@ -123,11 +123,13 @@ class PackedBlock:
         return f"{self.name} " + " ".join(f"{x.offset} {x.dtype} {x.shape} {x.stride}" for x in self.tensors)
 
 
-def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool = False) -> list[PackedBlock]:
+def packed_blocks(
+    network: nn.Module, device: torch.device, *, on_the_host: bool = False, ranks: int = 1
+) -> list[PackedBlock]:
     """Return the blocks of a network, in the order they are registered in, with the weights that can be packed.
 
-    Not those in the graphs of compiled modules. `on_the_host`: whether weights may still be in host memory. Raises
-    UnsupportedModel for a network without others, and with weights elsewhere.
+    Not those in the graphs of compiled modules. `on_the_host`: whether weights may still be in host memory. `ranks`:
+    how many have a part of each. Raises UnsupportedModel for a network without others, and with weights elsewhere.
     """
     blocks, kind = blocks_outside_graphs(network, blocks_of(network)), type(network).__name__
     allowed = [device, HOST] if on_the_host else [device]
@@ -138,7 +140,7 @@ def packed_blocks(network: nn.Module, device: torch.device, *, on_the_host: bool
             f"{kind} has {where}, but this rank is on {device}: weights=sharded and weights=hosted take the place of "
             "offloading; load the model without it, or use weights=whole"
         )
-    found = _packed(network, blocks)
+    found = _packed(network, blocks, ranks)
     total = sum(block.num_bytes for block in found)
     found = [block for block in found if block.num_bytes * LEAST >= total]
     if not found and (opaque := opaque_weights(blocks.values())):
@@ -221,7 +223,7 @@ def plain_tensors(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _packed(network: nn.Module, blocks: dict[str, nn.Module]) -> list[PackedBlock]:
+def _packed(network: nn.Module, blocks: dict[str, nn.Module], ranks: int) -> list[PackedBlock]:
     owners, left_out = list(_tensors_of(network, blocks)), set[int]()
     for group in _overlapping([x for _, x in owners]):
         ranges = {_range_of(owners[number][1]) for number in group}
@@ -232,20 +234,18 @@ def _packed(network: nn.Module, blocks: dict[str, nn.Module]) -> list[PackedBloc
         if number not in left_out and owner != OUTSIDE:
             by_block[owner].append(x)
     names = list(blocks)
-    return [_pack(names[owner], blocks[names[owner]], tensors) for owner, tensors in sorted(by_block.items())]
+    return [_pack(names[owner], blocks[names[owner]], tensors, ranks) for owner, tensors in sorted(by_block.items())]
 
 
-def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor]) -> PackedBlock:
-    offsets: dict[tuple[int, int], int] = {}
-    packed, end = [], 0
-    for x in tensors:
-        memory = _range_of(x)
-        num_bytes = memory[1] - memory[0]
-        if memory not in offsets:
-            offsets[memory] = -(-end // ALIGNMENT) * ALIGNMENT
-            end = offsets[memory] + num_bytes
-        packed.append(PackedTensor(x, offsets[memory], x.dtype, tuple(x.shape), x.stride(), num_bytes))
-    return PackedBlock(name, module, tuple(packed), end)
+def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor], ranks: int) -> PackedBlock:
+    ranges = {x: _range_of(x) for x in tensors}
+    sizes = {memory: memory[1] - memory[0] for memory in ranges.values()}  # of tied ones once
+    offsets = dict(zip(sizes, offsets_in_parts([*sizes.values()], ranks), strict=True))
+    packed = [
+        PackedTensor(x, offsets[memory], x.dtype, tuple(x.shape), x.stride(), sizes[memory])
+        for x, memory in ranges.items()
+    ]
+    return PackedBlock(name, module, tuple(packed), max(offset + sizes[memory] for memory, offset in offsets.items()))
 
 
 def _overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

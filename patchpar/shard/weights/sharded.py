@@ -58,14 +58,14 @@ class ShardedWeights:
         self.network, self.axis, self.store = network, store.axis, store
         self.times_whole = 1
         """How many such weights, of other ranks, make the whole ones that `restore` is for."""
-        blocks = packed_blocks(network, store.device, on_the_host=copy is not None)
+        blocks = packed_blocks(network, store.device, on_the_host=copy is not None, ranks=self.axis.size)
         say_what_stays_whole(network, [block.module for block in blocks], self.axis)
         say_what_is_in_graphs(network, blocks_of(network), self.axis)
         whole = resident_of(len(blocks), resident)
         self.blocks = [block for number, block in enumerate(blocks) if number not in whole]
         largest = max(map(store.rows, self.blocks), default=0)
-        empty = partial(torch.empty, dtype=torch.uint8, device=store.device)
-        self._slots = [empty(largest) for _ in range(min(slots, len(self.blocks)))]
+        count = min(slots, len(self.blocks))
+        self._slots = [torch.empty(largest, dtype=torch.uint8, device=store.device) for _ in range(count)]
         self._slot = [index % len(self._slots) for index in range(len(self.blocks))]  # of each block
         self._bring: list[Callable[[], Transfer]] = []  # what starts to bring each block into its slot
         self._holds: list[int | None] = [None] * len(self._slots)
@@ -82,7 +82,7 @@ class ShardedWeights:
         store.reserve(self.blocks)
         for index, block in enumerate(self.blocks):
             store.keep(index, copy_memory if copy is None else copy)
-            self._placed.append(PlacedBlock(block, self._slots[self._slot[index]]))
+            self._placed.append(PlacedBlock(block, block.views(self._slots[self._slot[index]])))
             self.into_slot(index)
 
     def join(self, comm: Communicator) -> None:
@@ -90,7 +90,9 @@ class ShardedWeights:
         if self.store.comm is None:
             refuse_other_layouts(self.network, self.blocks, (comm, self.axis))
             self.store.join(comm)
-            self._bring = [self.store.bring(index, self._slots[slot]) for index, slot in enumerate(self._slot)]
+            at = [(index, self._slots[slot]) for index, slot in enumerate(self._slot)]
+            self._bring = [self.store.bring(index, slot) for index, slot in at]
+            self._placed = [PlacedBlock(self.blocks[index], self.store.views(index, slot)) for index, slot in at]
         self.store.comm = comm
 
     @property
@@ -143,10 +145,9 @@ class ShardedWeights:
 
     def into_slot(self, index: int) -> None:
         """Bring a block into its slot when it runs, from now on; undoes `keep_whole` and `leave_out`."""
-        hooks = HookSet()
         self._placed[index].put()
+        self._hooks[index] = hooks = HookSet()
         hooks.around(self.blocks[index].module, partial(self._enter, index), partial(self._leave, index))
-        self._hooks[index] = hooks
 
     def leave_out(self, index: int) -> None:
         """Leave a block without weights: NaN in a few bytes. It is not to run."""
@@ -156,7 +157,7 @@ class ShardedWeights:
     def keep_whole(self, index: int) -> None:
         """Gather a block for good. Collective. Raises ExchangeError."""
         self._hold(index)
-        self.blocks[index].point_to(self.blocks[index].own_copies(self._slots[self._slot[index]]))
+        self.blocks[index].point_to(self.blocks[index].own_copies(self._placed[index].views))
         self._hooks.pop(index).close()
 
     # --- gathers ------------------------------------------------------------------------------------------------
@@ -169,10 +170,9 @@ class ShardedWeights:
 
     def _take(self, slot: int) -> None:
         """Wait for the gather into a slot."""
-        index, work = self._pending[slot]
+        _, work = self._pending[slot]
         work.wait()
-        del self._pending[slot]
-        self._holds[slot] = index
+        self._holds[slot], _ = self._pending.pop(slot)
 
     def _hold(self, index: int) -> None:
         """Gather a block unless its slot holds it."""

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
-from patchpar.comm.known_exchange import KnownGather, known_gather
-from patchpar.comm.transport import register_memory, unregister_memory
+from patchpar.comm.known_exchange import KnownGather, KnownRead, known_gather
+from patchpar.comm.transport import register_memory, shares_memory, unregister_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.remote_errors import say_changes_left
 from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
-from patchpar.shard.weights.host_segment import HostSegment
+from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
+from patchpar.shard.weights.in_place import BlockInParts
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 
 KIND = "weights"  # of all gathers, in statistics
@@ -80,6 +81,7 @@ class BlockStore(ABC):
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
         self.comm: Communicator | None = None
+        self._blocks: Sequence[PackedBlock] = ()  # from `reserve` on
 
     @property
     @abstractmethod
@@ -110,6 +112,13 @@ class BlockStore(ABC):
         All that can be computed beforehand is: it runs in every block, and on a GPU takes time of the host.
         """
 
+    def views(self, index: int, slot: Tensor) -> list[Tensor]:
+        """Return tensors like a block's, of any shape, where they are while it is in `slot` [bytes]. After `join`.
+
+        All of them in the slot, unless a store overrides it.
+        """
+        return self._blocks[index].views(slot)
+
     @abstractmethod
     def close(self) -> None:
         """Free the memory. Idempotent."""
@@ -135,7 +144,7 @@ class BlockStore(ABC):
 class DeviceShards(BlockStore):
     """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one.
 
-    On CPUs of one host the other ranks read them where they lie.
+    On CPUs of one host the other ranks map them, and use in place what does not lie in several shards.
     """
 
     is_collective = True
@@ -146,10 +155,10 @@ class DeviceShards(BlockStore):
                 "weights=sharded takes at least 2 ranks, but the plan has 1: use weights=hosted or weights=whole"
             )
         super().__init__(axis, device)
-        self._blocks: Sequence[PackedBlock] = ()
         self._shards: list[Tensor] = []
         self._segment: HostSegment | None = None  # with all shards, on a CPU
         self._free: Tensor | None = None  # the rest of it
+        self._segments: Sequence[Tensor] | None = None  # of all ranks, if they can be mapped
 
     @property
     def num_bytes(self) -> int:
@@ -176,17 +185,38 @@ class DeviceShards(BlockStore):
     def join(self, comm: Communicator) -> None:
         """See BlockStore."""
         super().join(comm)
-        if self._segment is not None:
+        if self._segment is not None and shares_memory(comm.transport):
             register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
+            with torch.inference_mode(mode=False):  # weights may be trained in it, or be written to by their network
+                self._segments = segments_of_all(self._segment, (comm, self.axis), own_writes=True)
+            if self._segments is not None:
+                unregister_memory(comm.transport, self._segment.memory)
+        if self._segment is not None:
             self._segment.forget()
 
     def bring(self, index: int, slot: Tensor) -> Callable[[], Transfer]:
         """See BlockStore: one gather of `slot` [bytes] from all ranks."""
         block = self._blocks[index]
         where, into = f"weights of {block.name}", slot[: self.rows(block)]
-        return partial(self._gather, known_gather(self.axis, KIND, where, self._shards[index], into))
+        known = known_gather(self.axis, KIND, where, self._shards[index], into)
+        if self._segments is None:
+            return partial(self._gather, known)
+        copies = BlockInParts(block, self._parts(index), slot).copies
+        return partial(self._gather, KnownRead(known.booked, where, known.ranks, tuple(copies)))
 
-    def _gather(self, known: KnownGather) -> Transfer:
+    def views(self, index: int, slot: Tensor) -> list[Tensor]:
+        """See BlockStore: in shards, of any shape, and in `slot` [bytes], where all shards can be mapped."""
+        if self._segments is None:
+            return super().views(index, slot)
+        return BlockInParts(self._blocks[index], self._parts(index), slot).views
+
+    def _parts(self, index: int) -> list[Tensor]:
+        """Return the parts [bytes] of a block of all ranks, in memory that is mapped here."""
+        assert self._segments is not None
+        sizes = [block.shard_bytes(self.axis.size) for block in self._blocks[: index + 1]]
+        return [memory.narrow(0, sum(sizes[:-1]), sizes[-1]) for memory in self._segments]
+
+    def _gather(self, known: KnownGather | KnownRead) -> Transfer:
         assert self.comm is not None, "join comes before the first block runs"
         return self.comm.repeat(known)
 
@@ -194,4 +224,4 @@ class DeviceShards(BlockStore):
         """See BlockStore."""
         if self._segment is not None and self.comm is not None:
             unregister_memory(self.comm.transport, self._segment.memory)
-        self._shards, self._segment, self._free = [], None, None
+        self._shards, self._segment, self._free, self._segments = [], None, None, None

@@ -55,11 +55,6 @@ class KVWindow:
         self.has_sink = False
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes allocated, which stay the same throughout a stream."""
-        return sum(x.numel() * x.element_size() for x in (self._keys, self._values, self._sink_keys))
-
-    @property
     def visible_blocks(self) -> int:
         """Blocks in the window, the current one included."""
         return min(self._blocks, self.size.window)

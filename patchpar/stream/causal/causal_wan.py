@@ -92,22 +92,17 @@ class CausalWan:
         Raises PlanError for a size that patches do not divide.
         """
         config = self.transformer.config
-        tokens = self._grid(height, width).tokens
+        tokens, heads = self._grid(height, width).tokens, config.num_attention_heads
         size = WindowSize(
             layers=len(self.transformer.blocks),
             window=self.options.window,
             block_tokens=self.options.frames * tokens,
             sink_tokens=self._sink_tokens(height, width),
-            heads=self._heads,
+            heads=heads if self.inner is None else len(self.inner.heads(heads).query),
             head_width=config.attention_head_dim,
             sinks=self.options.sinks,
         )
         return KVWindow(size, self.transformer.device, self.transformer.dtype)
-
-    @property
-    def _heads(self) -> int:
-        heads: int = self.transformer.config.num_attention_heads
-        return heads if self.inner is None else len(self.inner.heads(heads).query)
 
     def _sink_tokens(self, height: int, width: int) -> int:
         """Tokens of the sink of latents of this size."""

@@ -23,7 +23,7 @@ from patchpar.models.speech.parts import SpeechParts, align_weights
 from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.lora import LORA, LoraFile, check_lora, merge_lora
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
+from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below, read_index
 from patchpar.stream.weight_files import are_original, as_diffusers, first_names
 
 
@@ -77,6 +77,8 @@ def hearing_of(folder: Path, *, has_weights: bool = True) -> AudioConditioner | 
 
 def check_lora_fits(folder: Path, lora: LoraFile) -> None:
     """Raise UnsupportedModel for a LoRA of another model, and PlanError for a bad file, without loading the model."""
+    if low_noise_below(folder) is not None:
+        raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
     hollow = hollow_transformer(WanTransformer3DModel, folder, {})
     check_lora(hollow, lora, hearing_of(folder, has_weights=False))
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, as_pixels
 from patchpar.stream.causal.wan import StepState, WanStream
-from patchpar.stream.causal_model import Payload
+from patchpar.stream.stage_link import Payload
 
 CLEAN = 0.0
 """The timestep of the pass that stores keys and values."""
@@ -139,7 +139,7 @@ class RecomputedHistoryStream(CleanHistoryStream):
 
     @torch.no_grad()
     def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
-        """See CausalModel. On the rank that has denoised the block, its images are there already."""
+        """See WanStream. On the rank that has denoised the block, its images are there already."""
         known = self._decoded
         if known is None or known.latents is not payload[0] or known.before != decoder.frames:
             return super().decode(decoder, payload)  # another rank, or one of the two decoders was lost

@@ -124,6 +124,6 @@ def as_pixels(images_FCHW: Tensor) -> Tensor:
     return pixels
 
 
-def from_pixels(image_HWC: Tensor) -> Tensor:
-    """Convert an image [H, W, 3] in uint8 to [1, 3, H, W] between -1 and 1."""
-    return (image_HWC.float() / 127.5 - 1).permute(2, 0, 1)[None]
+def from_pixels(images_FHWC: Tensor) -> Tensor:
+    """Convert images [F, H, W, 3] in uint8 to [F, 3, H, W] between -1 and 1."""
+    return images_FHWC.float().permute(0, 3, 1, 2) / 127.5 - 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices
 from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import path_of, shipped_name
@@ -19,10 +19,8 @@ from patchpar.stream.causal.lora import LORA, LoraFile
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
 from patchpar.stream.journal import JournalHeader, StreamJournal
-from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.model_index import low_noise_below
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.session import StreamSession
@@ -40,10 +38,6 @@ from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, W
 
 class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
     """A block-causal model for streams. Made by `from_pretrained`; a context manager."""
-
-    def __init__(self, workers: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
-        super().__init__(workers, config, facts)
-        self._loading = loading
 
     @classmethod
     def from_pretrained(
@@ -68,7 +62,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         known = StreamFolder.read(folder, config=config, options=options)
         config = known.config
         if file is not None:
-            _check_lora(Path(known.path), file)
+            from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
+
+            check_lora_fits(Path(known.path), file)  # before ranks load the model
         found = resolve_devices_of_task(devices)
         plan = plan or StreamPlan.on_devices(config.pipeline_steps, len(found.names))
         _check(plan, config, found)
@@ -80,7 +76,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             deadline=deadline,
         )
         ranks, facts = loading.start(plan, found.names)
-        return cls(WorkerGroup(ranks, plan, loading), config, facts, loading)
+        return cls(WorkerGroup(ranks, plan, loading), config, facts)
 
     @property
     def rate(self) -> int | None:
@@ -126,12 +122,12 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
                 video=None if video is None else self._video(video, form),
                 pose=None if pose is None else VideoSource(pose_frames(pose, *size), form.frames_of),
             )
-            limits = self._limits(form, delivery, seconds)
             source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
             updates = self._updates(prompt, reference, masks)
             record = delivery.record
             journal = None if record is None else StreamJournal(path_of(record), self._origin(run, form.fps))
-            session = StreamSession(workers.run, (run,), limits, form, delivery, source, frames)
+            credit, blocks = self.plan.depth + delivery.lead, form.blocks(seconds)
+            session = StreamSession(workers.run, (run,), form, delivery, source, frames, credit=credit, blocks=blocks)
             self._session = session.begin(*updates, journal=journal)
             return self._session
 
@@ -161,9 +157,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
             recording.check_fits((run.rows, run.columns), audio_shape)
             source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
-            limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
-            runs = recording.runs(self.plan.ranks)
-            session = StreamSession(workers.run, runs, limits, form, delivery, source)
+            runs, once = recording.runs(self.plan.ranks), replace(delivery, restarts=0)
+            credit = self.plan.depth + delivery.lead
+            session = StreamSession(workers.run, runs, form, once, source, credit=credit, blocks=len(blocks))
             self._session = session.begin(changes=recording.updates())
             return self._session
 
@@ -183,7 +179,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
     def _updates(self, prompt: str, reference: Any, masks: Sequence[Any] | None) -> list[Update]:
         updates: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
-            reference = Path(self._loading.folder) / self.config.reference
+            reference = Path(self._workers.loading.folder) / self.config.reference
         if reference is None and self._facts.starts_from_image:
             raise PlanError("this model starts from an image: pass reference=")
         if reference is not None:
@@ -194,7 +190,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         return updates
 
     def _origin(self, run: StreamRun, fps: float) -> JournalHeader:
-        loading = self._loading
+        loading = self._workers.loading
         return JournalHeader(
             model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
             config=self.config,
@@ -207,15 +203,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
-
-
-def _check_lora(folder: Path, lora: LoraFile) -> None:
-    """Raise UnsupportedModel, PlanError for a LoRA that cannot be merged, before ranks load the model."""
-    if low_noise_below(folder) is not None:
-        raise UnsupportedModel(f"lora={str(lora)!r}: this model has two transformers, and a LoRA belongs to one")
-    from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
-
-    check_lora_fits(folder, lora)
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:

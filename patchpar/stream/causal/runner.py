@@ -21,6 +21,7 @@ from patchpar.stream.causal.checkpoint import RequiredWeights, hearing_of, load_
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
+from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.config import CausalOptions
@@ -28,10 +29,9 @@ from patchpar.stream.events import Change, Prompt, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
-from patchpar.stream.rank_runner import RankStageIO, StageRunner
+from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected
-from patchpar.stream.stage_loop import StageLoop
 
 HISTORIES: Mapping[str, type[WanStream]] = {
     "noisy": WanStream,
@@ -101,7 +101,7 @@ class StreamRunner(StageRunner):
     def _run_stage(self, run: StreamRun) -> StageStats:
         if self._is_conditioned:  # the sink stays the reference
             run = replace(run, adapt_sink=False)
-        stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
+        stage_io = self._stage_io(run)
         if not run.continues:
             self._stage = None  # frees its memory before the next one is made
         if self._stage is None:
@@ -139,7 +139,7 @@ class StreamRunner(StageRunner):
             return Prompt(text=text, transition=update.transition, over=update.over)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
-            image = from_pixels(update.image).to(self._device)
+            image = from_pixels(update.image[None]).to(self._device)
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
                 video = self._decoder.encode(image, still=NUM_FRAMES - 1)

@@ -1,7 +1,14 @@
-"""`WanStream`: a Wan-type transformer as a CausalModel, with prompt changes, rolling sink and decoding.
+"""`WanStream`: a Wan-type transformer that is streamed, with prompt changes, rolling sink and decoding.
 
 A step of a block is the velocity of the block-causal transformer at the noise level of the step, then the flow
 schedule. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
+
+Denoising step s of block b may depend on the inputs of step s for earlier blocks and on the output of step s-1 for
+block b, and on nothing else. Then step s can run on its own rank, only latents pass from rank to rank, and the result
+is bit-equal to one process ("timestep-forcing pipeline", section 4.2). Models that read the clean keys and values of
+earlier blocks cannot be streamed so: block b+1 would wait until block b is finished.
+
+All randomness is keyed by seed, block and step; nothing depends on clocks, on other steps, or on the number of ranks.
 """
 
 from collections import deque
@@ -16,11 +23,11 @@ from patchpar.errors import PlanError
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels
-from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
 from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
+from patchpar.stream.stage_link import Payload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,8 +51,8 @@ class LowNoiseTransformer:
     start: int
 
 
-class WanStream(CausalModel):
-    """A CausalModel for `run`, with the conditions `first` at its beginning.
+class WanStream:
+    """A model for `run`, with the conditions `first` at its beginning. It has a state for each denoising step.
 
     Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose). No tokens without audio, and
     no pose where a stream has none.
@@ -79,13 +86,16 @@ class WanStream(CausalModel):
 
     @property
     def steps(self) -> int:
+        """Denoising steps of a block, or parts of them, that can run on ranks of their own."""
         return self._schedule.steps
 
     @property
     def inner(self) -> int:
+        """Ranks per denoising step. All of them call `new_state`, `apply` and `step` in the same order."""
         return 1 if self._network.inner is None else self._network.inner.ranks
 
     def payload(self) -> tuple[TensorSpec, ...]:
+        """See StageModel."""
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
@@ -94,14 +104,16 @@ class WanStream(CausalModel):
         return self._latents, tokens, *((self._latents,) if self._run.has_pose else ())
 
     def new_state(self, step: int) -> StepState:
+        """Return the empty state of denoising step `step`."""
         return self.restored(step, self._first)
 
     def conditions(self, state: StepState) -> StepConditions:
-        """See CausalModel. A state gets new ones with each change, so that these stay as they are."""
+        """Return what changes have made of a state, such as prompt and sink: later blocks do not change it."""
         return state.now
 
     @torch.no_grad()
     def restored(self, step: int, conditions: StepConditions) -> StepState:
+        """Return a state of denoising step `step` with these conditions, and without earlier blocks."""
         state = self._kind(
             step=step,
             memory=self._of(step).memory(self._run.rows, self._run.columns),
@@ -117,39 +129,41 @@ class WanStream(CausalModel):
 
     @torch.no_grad()
     def begin(self, block: int, inputs: Payload) -> Payload:
-        """See CausalModel. `inputs`: see AudioInputs, if the transformer takes audio."""
+        """See StageModel. `inputs`: see AudioInputs, if the transformer takes audio."""
         noise, audio = keyed_noise(self._run.seed, block, 0, self._latents.shape), self._network.audio
         heard = (to_device(x, self._device) for x in inputs)
         return self._own(noise), *(x if audio is None else audio.heard(x) for x in heard)
 
     @torch.no_grad()
     def noised(self, block: int, payload: Payload, frames: Tensor) -> Payload:
-        """See CausalModel. Latents of the frames at the noise level of the first step (StreamDiffusionV2)."""
+        """Return the payload of `begin` started from frames [F, height, width, 3] in uint8. Called in order.
+
+        Latents of the frames at the noise level of the first step (StreamDiffusionV2).
+        """
         assert self._decoder is not None, "the first stage has the autoencoder"
         if self._encoder is None or block != self._encoded:  # a block that is begun again follows its predecessor
             self._encoder = WanEncoder(self._decoder)
         self._encoded = block + 1
-        latents = self._own(self._encoder.encode(self._scaled(frames), self._latents.shape[2]))
+        latents = self._own(self._encoder.encode(from_pixels(to_device(frames, self._device)), self._latents.shape[2]))
         return self._schedule.noised(latents, payload[0]), *payload[1:]
 
     @torch.no_grad()
     def posed(self, payload: Payload, frames: Tensor) -> Payload:
-        """See CausalModel. Each block is encoded by itself, behind its own first image, as in Wan-S2V each clip is.
+        """Return the payload with a pose at its end, from frames [F, height, width, 3] in uint8 of a pose video.
+
+        Each block is encoded by itself, behind its own first image, as in Wan-S2V each clip is.
 
         The first latent frame of a stream, which has one image, gets it `per_latent` times.
         """
         assert self._decoder is not None, "the first stage has the autoencoder"
-        images, count = self._scaled(frames), self._latents.shape[2]
+        images, count = from_pixels(to_device(frames, self._device)), self._latents.shape[2]
         before = images[:1].expand(1 + count * self._decoder.per_latent - len(images), -1, -1, -1)
         latents = WanEncoder(self._decoder).encode(torch.cat([before, images]), count + 1)
         return *payload, self._own(latents[:, :, 1:])
 
-    def _scaled(self, frames_FHWC: Tensor) -> Tensor:
-        """Images [F, 3, height, width] between -1 and 1 of those in uint8."""
-        return to_device(frames_FHWC, self._device).float().permute(0, 3, 1, 2) / 127.5 - 1
-
     @torch.no_grad()
     def apply(self, state: StepState, change: Change) -> None:
+        """Change a condition in the state of one step, from its next block on. Raises PlanError."""
         if isinstance(change, Prompt):
             self._change_text(state, change)
         elif isinstance(change, Reference):
@@ -179,6 +193,7 @@ class WanStream(CausalModel):
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
+        """Run one denoising step of one block. Changes `state` and nothing else."""
         self._blend(state)
         velocity = self._predicted(state, block, payload, self._schedule.timestep(state.step))
         state.recent.append((block, payload))
@@ -233,18 +248,23 @@ class WanStream(CausalModel):
 
     @property
     def adapts_sink(self) -> bool:
+        """Whether the sink of later blocks is made from the first finished block."""
         return self._run.adapt_sink and not self._is_conditioned
 
     def adaptive_sink(self, payload: Payload) -> Change:
-        """See CausalModel. Taken from the latents, so that no error of decoding and encoding is added."""
+        """Return the change that sets this sink, from the payload of the first finished block.
+
+        Taken from the latents, so that no error of decoding and encoding is added.
+        """
         return Reference(latents=payload[0][:, :, :1])
 
     def new_decoder(self) -> DecoderState:
+        """Return the empty state of a decoder, for a stream's first block."""
         return DecoderState()
 
     @torch.no_grad()
     def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
-        """Decode a finished block to frames [frames, height, width, 3], see CausalModel."""
+        """Decode a finished block to [frames, height, width, 3] in uint8. The first block may give fewer frames."""
         assert self._decoder is not None, "this stage was not given a decoder"
         return as_pixels(self._decoder.decode(decoder, payload[0]))
 

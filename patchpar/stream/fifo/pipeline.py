@@ -80,7 +80,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         _check_kind(str(folder), path)
         config = config or FifoConfig()
         found, zones = resolve_devices_of_task(devices), config.queue.zones
-        plan = plan or StreamPlan.even(zones, min(len(found.names), zones + 1))
+        plan = plan or StreamPlan.on_devices(zones, len(found.names))
         if plan.ranks > len(found.names) or plan.steps != zones or plan.inner > 1:
             raise PlanError(
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
@@ -122,9 +122,11 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
             text("negative_prompt", negative_prompt, LONGEST_PROMPT)
             number("guidance_scale", plain(guidance_scale), 0, MOST_GUIDANCE)
             form = self._format(delivery.fps or config.fps, 1)
-            limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
+            credit = config.queue.levels + facts.late + self.plan.depth + delivery.lead
             run = replace(run, negative=negative_prompt, guidance_scale=guidance_scale)
-            self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
+            self._session = FifoSession(
+                workers.run, (run,), form, delivery, None, credit=credit, blocks=form.blocks(seconds)
+            )
             self._session.blends = facts.blends
             self._session.begin(PromptUpdate(text=prompt))
             return self._session

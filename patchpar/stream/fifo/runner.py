@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
 from patchpar.stream.plan import StageSteps
-from patchpar.stream.rank_runner import RankStageIO, StageRunner
+from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 
 
@@ -42,18 +41,17 @@ class FifoRunner(StageRunner):
         return replace(links, pairs=(*links.pairs, *((receiver, sender) for sender, receiver in links.pairs)))
 
     def _run_stage(self, run: StreamRun) -> StageStats:
-        stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).as_stage_io()
         model = FifoModel(self._network, self._decoder, self._config.queue, run)
-        return FifoStage(model, self._plan, self._context.rank, self._comm, stage_io).run()
+        return FifoStage(model, self._plan, self._context.rank, self._comm, self._stage_io(run)).run()
 
     @torch.no_grad()
-    def _resolve(self, run: StreamRun, update: Update) -> Change:
+    def _resolve(self, update: Update) -> Change:
         """Encode a prompt, and the negative prompt with guidance."""
         assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
         text, negative = self._family.encode(
             self._pipe,
             update.text,
-            run.negative if run.guidance_scale > 1 else None,
+            self._running.negative if self._running.guidance_scale > 1 else None,
             max_sequence_length=self._config.text_tokens,
             device=self._device,
         )

@@ -21,7 +21,6 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.decoder import as_pixels
-from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Prompt, PromptBlend
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
 from patchpar.stream.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
@@ -29,7 +28,7 @@ from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Stage, StageIO
-from patchpar.stream.stage_link import WHERE, BlockEnvelope, BlockSignal, OutgoingMessages, received
+from patchpar.stream.stage_link import WHERE, BlockEnvelope, BlockSignal, OutgoingMessages, Payload, received
 
 
 class FifoModel:

@@ -5,7 +5,6 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
 
 from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of
@@ -34,7 +33,7 @@ class ImageRunner(RankRunner):
         context, generated = self._context, 0
         with HookSet() as hooks:
             for denoiser in denoisers_of(self._pipe).values():
-                hooks.before(denoiser, self._beat)
+                hooks.before(denoiser, lambda *_: context.beat("denoiser"))
             while True:
                 message = context.receive(min(REST_SECONDS, context.deadline / 4))
                 context.beat("stream")
@@ -48,7 +47,3 @@ class ImageRunner(RankRunner):
         generator = torch.Generator().manual_seed(request.seed)
         with empty_schedules_refused(self._pipe, request.arguments):
             return self._pipe(**request.arguments, generator=generator).images[0]
-
-    def _beat(self, module: nn.Module, args: Any) -> None:
-        """A heartbeat with each call of a denoiser."""
-        self._context.beat("denoiser")

@@ -121,12 +121,6 @@ class VideoFeed(MediaFeed):
         self._keys = deque[int]()  # numbers of the key frames' fragments
         self.head: Mp4Header | None = None
 
-    @property
-    def held(self) -> int:
-        """Bytes of the stored fragments."""
-        with self._lock:
-            return sum(len(fragment.data) for fragment in self._fragments)
-
     def put(self, head: Mp4Header, fragments: Iterable[Mp4Fragment]) -> None:
         """Append fragments. `head` must always be the same."""
         with self._lock:

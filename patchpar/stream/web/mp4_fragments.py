@@ -43,29 +43,26 @@ class Mp4Fragment:
     is_key: bool
 
 
-class FragmentEncoder:
+class FragmentEncoder(VideoEncoder):
     """Encodes a stream of `height` x `width` pixels block by block, in H.264 and AAC. Raises PlanError for odd sizes.
 
     `rate`: samples per second of its audio; None for no audio.
     """
 
     def __init__(self, fps: float, height: int, width: int, rate: int | None) -> None:
-        import av
-
-        form = VideoFormat(fps=fps, height=height, width=width, rate=rate, options=QUICK, is_live=True)
         target = io.BytesIO()
-        self._container: Any = av.open(target, "w", format="mp4", options=EMPTY)
-        self._encoder = VideoEncoder(self._container, form)
+        form = VideoFormat(fps=fps, height=height, width=width, rate=rate, options=QUICK, muxing=EMPTY, is_live=True)
+        super().__init__(target, form)
         self._container.start_encoding()
         self.head = _head_of(target.getvalue(), has_audio=rate is not None)
         self._count = 0
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> list[Mp4Fragment]:
-        """Encode frames and their audio to fragments, in the order of time. See VideoEncoder.add."""
-        return list(self._fragments(self._encoder.add(frames_FHWC, pts, audio_N)))
+        """Encode frames and their audio to fragments, in the order of time. See VideoEncoder.packets."""
+        return list(self._fragments(self.packets(frames_FHWC, pts, audio_N)))
 
     def close(self) -> list[Mp4Fragment]:
-        found = list(self._fragments(self._encoder.rest()))
+        found = list(self._fragments(self.rest()))
         self._container.close()
         return found
 

@@ -49,47 +49,28 @@ class VideoFormat:
             raise PlanError(f"frames are {self.height} x {self.width}: video needs an even height and width")
 
 
-class VideoWriter:
-    """Writes a video to `target`, a path or a file object. Dropped frames leave a gap of their length."""
+class VideoEncoder:
+    """Encodes frames and audio to packets, for the two tracks of `target`, a path or a file. Raises PlanError."""
 
     def __init__(self, target: str | IO[bytes], form: VideoFormat) -> None:
         import av
 
-        self._container: Any = av.open(target, "w", format=form.container, options=form.muxing)
-        self._encoder = VideoEncoder(self._container, form)
-
-    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
-        """Encode frames and audio, see VideoEncoder.add."""
-        for packet in self._encoder.add(frames_FHWC, pts, audio_N):
-            self._container.mux(packet)
-
-    def close(self) -> None:
-        for packet in self._encoder.rest():
-            self._container.mux(packet)
-        self._container.close()
-
-
-class VideoEncoder:
-    """Encodes frames and audio to packets, for the first two tracks of a PyAV container. Raises PlanError."""
-
-    def __init__(self, container: Any, form: VideoFormat) -> None:
-        import av
-
         self._form = form
+        self._container: Any = av.open(target, "w", format=form.container, options=form.muxing)
         self._fps = Fraction(form.fps).limit_denominator(10_000)
         try:
-            self._video: Any = container.add_stream(form.video, rate=self._fps, options=form.options)
+            self._video: Any = self._container.add_stream(form.video, rate=self._fps, options=form.options)
         except av.FFmpegError as error:
             raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
         self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
         self._audio: Any = None
         if form.rate is not None:
-            self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
+            self._audio = self._container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
             self._resampler = Resampler(form.rate, AUDIO_RATE)
         self._received = self._written = 0
         self._last_key: int | None = None
 
-    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
+    def packets(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
         """Yield the packets of frames in uint8, the first at `pts` seconds, and of their audio between -1 and 1."""
         import av
 
@@ -141,3 +122,17 @@ class VideoEncoder:
             frame.sample_rate, frame.time_base = AUDIO_RATE, Fraction(1, AUDIO_RATE)
             frame.pts = self._written - len(ready)
             yield from self._audio.encode(frame)
+
+
+class VideoWriter(VideoEncoder):
+    """Writes a video. Dropped frames leave a gap of their length."""
+
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
+        """Encode frames and audio, see VideoEncoder.packets."""
+        for packet in self.packets(frames_FHWC, pts, audio_N):
+            self._container.mux(packet)
+
+    def close(self) -> None:
+        for packet in self.rest():
+            self._container.mux(packet)
+        self._container.close()

@@ -9,7 +9,6 @@ Unlike with MSE nothing is buffered for a smooth video: a browser shows a frame 
 import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
@@ -82,16 +81,13 @@ class OutgoingAudio(MediaStreamTrack):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting = deque[Any]()
-        self._length = self._sent = 0
+        self._waiting, self._sent = np.zeros(0, np.int16), 0
         self._began: float | None = None
 
     def put(self, samples_N: Any) -> None:
         """Append samples in int16 at AUDIO_RATE. What is more than they and AUDIO_SLACK is dropped. In the loop."""
-        self._waiting.append(samples_N)
-        self._length += len(samples_N)
-        while self._length > len(samples_N) + AUDIO_SLACK * AUDIO_RATE:
-            self._length -= len(self._waiting.popleft())
+        room = len(samples_N) + round(AUDIO_SLACK * AUDIO_RATE)
+        self._waiting = np.concatenate([self._waiting, samples_N])[-room:]
 
     async def recv(self) -> Any:
         """Return the next 20 ms, as aiortc asks for them."""
@@ -100,21 +96,12 @@ class OutgoingAudio(MediaStreamTrack):  # type: ignore[misc]
         now = time.monotonic()
         self._began = now if self._began is None else self._began
         await asyncio.sleep(self._began + self._sent / AUDIO_RATE - now)
-        frame = av.AudioFrame.from_ndarray(self._next()[None], format="s16", layout="mono")
+        samples, self._waiting = np.split(self._waiting, [AUDIO_SAMPLES])
+        whole = np.pad(samples, (0, AUDIO_SAMPLES - len(samples)))
+        frame = av.AudioFrame.from_ndarray(whole[None], format="s16", layout="mono")
         frame.sample_rate, frame.pts, frame.time_base = AUDIO_RATE, self._sent, Fraction(1, AUDIO_RATE)
         self._sent += AUDIO_SAMPLES
         return frame
-
-    def _next(self) -> Any:
-        parts, missing = [], AUDIO_SAMPLES
-        while missing and self._waiting:
-            first = self._waiting.popleft()
-            if len(first) > missing:
-                self._waiting.appendleft(first[missing:])
-            parts.append(first[:missing])
-            missing -= len(parts[-1])
-        self._length -= AUDIO_SAMPLES - missing
-        return np.concatenate([*parts, np.zeros(missing, np.int16)])
 
 
 class RtcPeers:

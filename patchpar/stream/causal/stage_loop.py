@@ -19,7 +19,7 @@ from typing import Any
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
-from patchpar.stream.causal_model import CausalModel, Payload
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, LostStage, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
@@ -28,6 +28,7 @@ from patchpar.stream.stage_link import (
     WHERE,
     BlockEnvelope,
     BlockSignal,
+    Payload,
     connected,
     received,
     received_object,
@@ -43,11 +44,11 @@ class StageLoop(Stage):
     With a run that `continues`, `go_on` has to be called before it is run.
     """
 
-    _model: CausalModel
+    _model: WanStream
 
     def __init__(
         self,
-        model: CausalModel,
+        model: WanStream,
         plan: StreamPlan,
         rank: int,
         comm: Communicator | None,
@@ -56,7 +57,7 @@ class StageLoop(Stage):
     ) -> None:
         super().__init__(model, plan, rank, comm, stage_io, run.first_block)
         self._states = [model.new_state(step) for step in self._position.stage.steps]
-        self._decoder = model.new_decoder() if self._position.decodes else None
+        self._decoder: Any = model.new_decoder() if self._position.decodes else None
         self._has_settled = False  # the adaptive sink is there, or there will be none
         self._has_reference = False
         self._first: Payload | None = None
@@ -88,7 +89,7 @@ class StageLoop(Stage):
 
     def _fetch_first(self) -> Payload | None:
         """The first finished block on rank 0, received only now: a stream that ends before it leaves nothing behind."""
-        is_here = self._first is not None or self._position.makes_first or self._has_settled
+        is_here = self._first is not None or self._rank == self._plan.finisher or self._has_settled
         if self._rank == 0 and self._model.adapts_sink and not is_here:
             self._first = received(connected(self._comm), "first", self._plan.finisher, self._model.payload())
         return self._first
@@ -125,7 +126,7 @@ class StageLoop(Stage):
                 payload = self._model.step(state, envelope.block, payload)
         if self._position.is_shared and self._comm is not None:
             self._comm.transport.settle(WHERE)  # what the others have of the step has come, or it is not computed
-        if self._position.makes_first and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._rank == self._plan.finisher and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
         if self._position.decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
@@ -169,7 +170,10 @@ class StageLoop(Stage):
         if position.next is not None and next_is_lost and self._next_has_steps:
             (conditions,) = (after for kept, after in self._kept if kept.block == need - 1)
             self._give(position.next, conditions)
-        self._reconnect(is_lost=is_lost)
+        self._first_sent, self._has_settled, self._left = None, True, None
+        if is_lost:
+            self._block = self._next
+        self._connect()
         self._send_again(need, first_block, next_is_lost=next_is_lost)
 
     @property
@@ -199,12 +203,6 @@ class StageLoop(Stage):
             self._loss = LostStage(block=self._next, start=steps.start, stop=steps.stop, decodes=decodes)
             if self._rank == 0:
                 self._stage_io.lost(self._loss)
-
-    def _reconnect(self, *, is_lost: bool) -> None:
-        self._first_sent, self._has_settled, self._left = None, True, None
-        if is_lost:
-            self._block = self._next
-        self._connect()
 
     def _send_again(self, need: int, first_block: int, *, next_is_lost: bool) -> None:
         """Send what the next stage still needs, and put what has not come out."""

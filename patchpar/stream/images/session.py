@@ -1,4 +1,4 @@
-"""`ImageDriver`: sends each request to one rank of an image stream, and delivers images in the order of their pushes.
+"""`ImageSession`: sends each request to one rank, and delivers images in the order of their pushes.
 
 push ---> [ waiting requests ] ---> the rank with the least to do, as soon as there is credit
 deliver  <--- [ reordering ] <--- ranks
@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -19,8 +19,9 @@ from typing import Any, Literal, get_args
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
+from patchpar.stream.base_session import LOST, BaseSession, Restarts
+from patchpar.stream.delivery import Output, check_output
 from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
-from patchpar.stream.rank_driver import LOST, Output, RankDriver, Restarts, check_output
 
 Intake = Literal["all", "latest"]
 PUSH_SECONDS = 60.0
@@ -66,14 +67,15 @@ class ImageStreamOptions:
             raise PlanError(f"seed={self.seed!r}: it must be a whole number of at least 0 and below 2**63")
 
 
-class ImageDriver(RankDriver):
-    """See RankDriver. `run(rank, on_event=, on_start=)` runs a rank. `deliver`: called with each image, in the lock."""
+class ImageSession(BaseSession[ImageResult, int]):
+    """One stream of images. A context manager and an iterator, plain and async. Controls return an image's number.
 
-    def __init__(
-        self, run: Callable[..., Any], options: ImageStreamOptions, deliver: Callable[[ImageResult], object]
-    ) -> None:
-        super().__init__(options.ranks, options.ranks + options.lead)
-        self._run, self._options, self._deliver = run, options, deliver
+    `run(rank, on_event=, on_start=)` runs a rank. `arguments`: of the pipeline, for every image.
+    """
+
+    def __init__(self, run: Callable[..., Any], options: ImageStreamOptions, arguments: Mapping[str, Any]) -> None:
+        super().__init__(options.ranks + options.lead, options.output, options.lead)
+        self._run, self._options, self._arguments = run, options, dict(arguments)
         self._waiting: deque[ImageRequest] = deque()
         self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
@@ -84,37 +86,91 @@ class ImageDriver(RankDriver):
         self._restarts = Restarts(options.restarts)
         self._failure: Exception | None = None
         self._latest = -1  # rank of the last request
-        self.number = self.replaced = 0  # number: of the next push
+        self._number = self._replaced = 0  # number: of the next push
+        self._thread.start()
 
-    @property
-    def takes_more(self) -> bool:
-        return not self._is_stopping and not self.is_over
+    # --- controls ---------------------------------------------------------------------------------------------------
 
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
+    def push(self, **arguments: Any) -> int:
+        """Request one more image, with these pipeline arguments in addition to those of the stream. Returns its number.
 
-    def push(self, arguments: Mapping[str, Any]) -> int:
-        """Request one more image; returns its number. With intake "latest" it replaces those that wait."""
-        with self.changed:
+        With intake "latest" it replaces those that wait. Raises PlanError if the stream has ended, or no image is taken
+        for a minute.
+        """
+        with self._changed:
+            self._wait_for_room()
+            self._check_running()
             for request in self._waiting:  # none where the intake is "all"
                 del self._pushed[request.number]
-                self.replaced += 1
+                self._replaced += 1
             self._waiting.clear()
-            number, self.number = self.number, self.number + 1
+            number, self._number = self._number, self._number + 1
             self._pushed[number] = time.perf_counter()
-            self._waiting.append(ImageRequest(number=number, arguments=arguments, seed=self._options.seed))
+            known = {**self._arguments, **arguments}
+            self._waiting.append(ImageRequest(number=number, arguments=known, seed=self._options.seed))
             self._order()
             return number
 
-    def wait_for_room(self) -> None:
+    def push_frame(self, image: Any, **arguments: Any) -> int:
+        """Push the next frame of a camera, a video or a folder: `push(image=image)`."""
+        return self.push(image=image, **arguments)
+
+    def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[ImageResult]:
+        """Push all of these, as fast as there is credit, and yield their images. The stream ends with them."""
+        for arguments in requests:
+            while self._is_full():
+                if (result := next(self, None)) is None:
+                    return
+                yield result
+            with self._changed:
+                if self._takes_no_more:
+                    break  # it was stopped, or its error comes below
+                self.push(**arguments)
+        self.stop()
+        yield from self
+
+    def set(self, **arguments: Any) -> int:
+        """Set arguments such as `prompt` for all further images; returns the number of the first of them.
+
+        Raises PlanError once the stream takes no more images.
+        """
+        with self._changed:
+            self._check_running()
+            self._arguments.update(arguments)
+            return self._number
+
+    @property
+    def dropped(self) -> int:
+        """Frames that a newer one has replaced, and images dropped for a slow consumer or flushed."""
+        return self._replaced + super().dropped
+
+    @property
+    def _takes_no_more(self) -> bool:
+        return self._is_stopping or self.is_over
+
+    def _check_running(self) -> None:
+        if self._takes_no_more:
+            raise PlanError("this stream takes no more images: begin another one")
+
+    def _is_full(self) -> bool:
+        """Wait until an image can be pushed, or one that is ready has to be taken first; returns whether it has to."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._outputs) or not self._waiting or self.is_over)
+            return bool(self._waiting) and not self.is_over
+
+    def _wait_for_room(self) -> None:
         """With intake "all", wait until no image waits for credit. Raises PlanError after a minute."""
         has_room = self._options.intake == "latest"
-        if not has_room and not self.changed.wait_for(lambda: not self._waiting or self.is_over, PUSH_SECONDS):
+        if not has_room and not self._changed.wait_for(lambda: not self._waiting or self.is_over, PUSH_SECONDS):
             raise PlanError(
                 f"no image was taken for {PUSH_SECONDS:g} s, and {self.in_flight} are in flight: take them in another "
                 "thread, or use map()"
             )
+
+    def _effect(self, number: int) -> int:
+        return number
+
+    # --- ranks ------------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
         ranks = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in self._todo]
@@ -122,7 +178,7 @@ class ImageDriver(RankDriver):
             each.start()
         for each in ranks:
             each.join()
-        with self.changed:
+        with self._changed:
             self._end(self._failure)
 
     def _serve(self, rank: int) -> None:
@@ -134,11 +190,11 @@ class ImageDriver(RankDriver):
                 self._run(rank, on_event=self._on_event, on_start=partial(self._on_rank, rank))
             except Exception as raised:  # noqa: BLE001  the consumer gets it
                 error = raised
-            with self.changed:
+            with self._changed:
                 self._sends.pop(rank, None)
                 goes_on = error is not None and self._goes_on(rank, error)
                 self._order()
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def _goes_on(self, rank: int, error: Exception) -> bool:
         """Give the requests of a rank that has ended back; return whether it is started anew."""
@@ -161,7 +217,7 @@ class ImageDriver(RankDriver):
 
     def _on_rank(self, rank: int, send: SendToRank) -> None:
         """A rank runs and can receive messages."""
-        with self.changed:
+        with self._changed:
             self._sends[rank] = partial(send, rank)
             if self.status == "cancelled" or self._failure is not None:
                 self._end_ranks()
@@ -169,23 +225,20 @@ class ImageDriver(RankDriver):
                 self._order()
 
     def _on_event(self, rank: int, event: Any) -> None:
-        with self.changed:
+        with self._changed:
             if isinstance(event, GeneratedImage) and self.status != "cancelled":
                 self._todo[rank].pop(event.number)
                 self._deaths[rank] = 0
                 self._note_recovery()
                 self._generated[event.number] = event.image
                 for number in [*takewhile(self._generated.__contains__, self._pushed)]:
-                    self._release(number)
+                    image, latency = self._generated.pop(number), time.perf_counter() - self._pushed.pop(number)
+                    self._outputs.put(ImageResult(number=number, image=image, latency=latency))
                 self._order()
-                self.changed.notify_all()
-
-    def _release(self, number: int) -> None:
-        latency = time.perf_counter() - self._pushed.pop(number)
-        self._deliver(ImageResult(number=number, image=self._generated.pop(number), latency=latency))
+                self._changed.notify_all()
 
     def _upcoming(self) -> int:
-        return self._waiting[0].number if self._waiting else self.number
+        return self._waiting[0].number if self._waiting else self._number
 
     def _order(self) -> None:
         """Request images as far as there is credit, and end the ranks when there are no more."""
@@ -194,14 +247,14 @@ class ImageDriver(RankDriver):
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
             self._request(rank, self._waiting.popleft())
-            self.changed.notify_all()
+            self._changed.notify_all()
         has_work = self._waiting or self._left_over or any(self._todo.values())
         if self._is_stopping and not has_work:
             self._end_ranks()
 
     def _free_rank(self) -> int | None:
         """The rank with the fewest requests, in turn; None if all have enough."""
-        count = self._num_ranks
+        count = self._options.ranks
         ranks = sorted(self._sends, key=lambda rank: (len(self._todo[rank]), (rank - self._latest - 1) % count))
         return ranks[0] if ranks and len(self._todo[ranks[0]]) < QUEUED else None
 
