@@ -57,19 +57,16 @@ class CommStats:
         if self.events is not None:
             self.note("wait", kind, where, start)
 
-    def book_wait(self, kind: str, seconds: float) -> None:
-        """Add seconds waited for an exchange of this kind."""
-        self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + seconds
-
     def book_stalls(self, *, block: bool) -> None:
         """Add the waits of GPU streams that have ended to the seconds; `block` until all have ended."""
         lasting: list[tuple[str, Stall]] = []
+        waited = self.seconds_waited
         for kind, stall in self.stalls:
             seconds = stall.seconds(block=block)
             if seconds is None:
                 lasting.append((kind, stall))
             else:
-                self.book_wait(kind, seconds)
+                waited[kind] = waited.get(kind, 0.0) + seconds
         self.stalls = lasting
 
     def note(self, what: str, kind: str, where: str, start: float) -> None:

@@ -100,7 +100,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
         "exact": Ceiling(201, 5, 0, 10, 232, 41, 148, 0),
     },
     ("flux", "exact:attention=ring"): {
-        "exact": Ceiling(207, 13, 0, 14, 258, 82, 162, 0, groups=6),
+        "exact": Ceiling(207, 7, 0, 14, 258, 82, 162, 0),
     },
     ("flux", "displaced"): {
         "exact": Ceiling(201, 5, 0, 10, 228, 82, 242, 108, copies=2),

@@ -13,6 +13,8 @@ from patchpar.comm.transport import FlatParts, TensorSpec
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, rank_sets
+from patchpar.shard.attention.ring import attend_in_ring
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from tests.ranks import DEADLINE, PoolRank
 
 HALVES = {"patch": 2, "cfg": 2}
@@ -66,6 +68,26 @@ def _gathered(comm: Communicator, axis: Axis, rows: dict[int, int]) -> list[Any]
     stacked[0] = in_place
     same = AllGather(comm, axis, "tokens", "norm2").same(equal[1])
     return [started[1].wait(), started[0].wait(), nearest, [work.wait() for work in stacked], same]
+
+
+def rings(this: PoolRank, collective: bool, uneven: bool) -> dict[str, Any]:
+    """Attention by a ring one way, along both axes and all ranks; what came, and what was counted."""
+    comm, transport = over_torch(this, collective=collective)
+    mesh = this.mesh(**HALVES)
+    if collective:  # a round is one operation, and not messages
+        transport.send_recv = None  # type: ignore[assignment]
+    found: dict[str, Any] = {}
+    for name, axis in (*((name, mesh[name]) for name in HALVES), ("both", mesh.of_one_image())):
+        sizes = tuple(2 + rank * uneven for rank in range(axis.size))
+        values = (torch.randn(1, 2, sum(sizes), 8, generator=torch.Generator().manual_seed(7)) for _ in range(3))
+        start = sum(sizes[: axis.rank])
+        q, k, v = (x[:, :, start : start + sizes[axis.rank]] for x in values)
+        shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=sizes, group_rank=axis.rank)
+        found[name] = attend_in_ring(comm, axis, "attn1", shared)
+    found["bytes"] = dict(comm.traffic.bytes_sent), dict(comm.traffic.bytes_received)
+    found["rounds"] = dict(comm.traffic.rounds)
+    transport.close()
+    return found
 
 
 def _all_to_all(comm: Communicator, axis: Axis, uneven: bool) -> Tensor:

@@ -25,6 +25,17 @@ def test_one_operation_brings_what_messages_bring(ranks: Any, uneven: bool) -> N
         assert_same(together, messages)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_a_round_of_a_ring_is_one_operation(ranks: Any, uneven: bool) -> None:
+    """Each rank sends to one other, and receives of one; bits, bytes and rounds are those of messages."""
+    single, at_once = (
+        ranks.run(f"{ON_RANKS}:rings", 4, collective, uneven, through="torch") for collective in (False, True)
+    )
+    for messages, together in zip(single, at_once, strict=True):
+        assert_same(together, messages)
+    assert messages["rounds"] == {"kv": 1 + 1 + 3}
+
+
 @pytest.mark.parametrize(("before", "after"), first_of([(1, 1), (2, 1), (1, 0), (0, 1), (0, 0)], (2, 1), (0, 1)))
 def test_one_operation_for_halo_and_moments(ranks: Any, before: int, after: int) -> None:
     """Two and four ranks, image edges, layers that read on one side only: no rank may be left out of an operation."""

@@ -142,8 +142,9 @@ def _whole_size(bias: Tensor, q_BNlD: Tensor, k_BNkD: Tensor) -> Tensor:
 
 def _on_cpu(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkE: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Half precision in fp32, as fast on a CPU: parts that are merged would each be rounded by the kernel besides."""
-    if q_BNlD.dtype == torch.float32:
-        return _flash_for_cpus(q_BNlD, k_BNkD, v_BNkE, bias, scale)
+    if q_BNlD.dtype == torch.float32 and bias is None:  # as `_flash_for_cpus`
+        found = torch._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkE, scale=scale)
+        return found[0], found[1]
     bias = None if bias is None else wide(bias)
     out_BNlE, lse_BNl = _flash_for_cpus(wide(q_BNlD), wide(k_BNkD), wide(v_BNkE), bias, scale)
     return out_BNlE.to(q_BNlD.dtype), lse_BNl

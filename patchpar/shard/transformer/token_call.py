@@ -175,7 +175,7 @@ class TokenCall:
         return self.cut(x.whole(), runs) if runs else x.whole()
 
     def cut(self, x: Tensor, runs: Runs) -> Tensor:
-        """Return a whole argument with our tokens only, and everything around the tokens."""
+        """Return a whole argument, of any shape, with our tokens only, and everything around the tokens."""
         if x.is_inference():  # it has no version counter that would show a change in place
             return cut_runs(x, runs)
         known = self._cuts.get(id(x))
