@@ -51,13 +51,13 @@ def call_of(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
 def test_the_network_computes_the_same_of_the_tensor(name: str) -> None:
     network, args, kwargs = call_of(name)
     assert type(network).__name__ == PIPELINES[name]
-    place, time = TimeArgument(network), kwargs.get("timestep", args[1] if len(args) > 1 else None)
-    assert place.as_tensor((args, kwargs), CPU) == (args, kwargs), "a tensor stays"
+    argument, time = TimeArgument(network), kwargs.get("timestep", args[1] if len(args) > 1 else None)
+    assert argument.as_tensor((args, kwargs), CPU) == (args, kwargs), "a tensor stays"
     assert isinstance(time, torch.Tensor)
     outputs = []
     for value in (301, 300.625):
         given = (args, kwargs | {"timestep": value}) if "timestep" in kwargs else ((args[0], value, *args[2:]), kwargs)
-        as_tensor = place.as_tensor(given, CPU)
+        as_tensor = argument.as_tensor(given, CPU)
         with torch.no_grad():
             want, got = (network(*a, **b)[0] for a, b in (given, as_tensor))
         made = as_tensor[1].get("timestep", as_tensor[0][1] if len(as_tensor[0]) > 1 else None)

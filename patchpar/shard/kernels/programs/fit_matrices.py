@@ -87,6 +87,21 @@ def _write_pairs(
 
 
 @triton.jit
+def _fraction(way_moved, way_way, size, LEAST: tl.constexpr, MOST: tl.constexpr, TINY: tl.constexpr):
+    """Return how much of their line the tokens went."""
+    return tl.minimum(tl.maximum(way_moved / size / (way_way / size + TINY), LEAST), MOST)
+
+
+@triton.jit
+def _store_numbers(row, line, ridge, shift, held_mean, column, inside, WIDTH: tl.constexpr):
+    """Write the numbers of one head."""
+    tl.store(row, line)
+    tl.store(row + 1, ridge)
+    tl.store(row + 2 + column, shift, mask=inside)
+    tl.store(row + 2 + WIDTH + column, held_mean, mask=inside)
+
+
+@triton.jit
 def center_tokens_program(
     own,
     mean,
@@ -118,11 +133,8 @@ def center_tokens_program(
     now_mean, way_way, way_moved = _mean_and_products(
         own, last, before, mean_way, step, num_tokens, token_stride, pitch, WIDTH, ROWS, COLUMNS, EXTRAPOLATES
     )
-    size = num_tokens * WIDTH
-    found = tl.minimum(tl.maximum(way_moved / size / (way_way / size + TINY), LEAST), MOST)
-    found = found.to(own.dtype.element_ty).to(tl.float32)
-    line = found
-    held_mean = last_mean
+    found = _fraction(way_moved, way_way, num_tokens * WIDTH, LEAST, MOST, TINY).to(own.dtype.element_ty).to(tl.float32)
+    line, held_mean = found, last_mean
     if BEFOREHAND:
         line = tl.load(along + head)
         held_mean = last_mean + line * mean_way
@@ -149,9 +161,6 @@ def center_tokens_program(
         EXTRAPOLATES,
         BEFOREHAND,
     )
-    row = numbers + head * (2 + 2 * WIDTH)
-    tl.store(row, line)
-    tl.store(row + 1, RIDGE * (squares / WIDTH) + TINY)
-    tl.store(row + 2 + column, now_mean - last_mean - line * mean_way, mask=inside)
-    tl.store(row + 2 + WIDTH + column, held_mean, mask=inside)
+    shift, ridge = now_mean - last_mean - line * mean_way, RIDGE * (squares / WIDTH) + TINY
+    _store_numbers(numbers + head * (2 + 2 * WIDTH), line, ridge, shift, held_mean, column, inside, WIDTH)
     _store_means(mean + at, mean_before + at, now_mean, last_mean, inside, EXTRAPOLATES)
