@@ -46,14 +46,10 @@ def _write_pairs(
     tokens,
     tokens_before,
     pairs,
-    last_mean,
-    moved_mean,
-    mean_way,
+    means,
     step,
     line,
-    num_tokens,
-    token_stride,
-    pitch,
+    sizes,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -63,6 +59,8 @@ def _write_pairs(
     """Write what is held and missing of each token, make these tokens the last ones; return squares of what is held."""
     lane, wide = tl.arange(0, ROWS)[:, None], (tl.arange(0, COLUMNS) < WIDTH)[None, :]
     squares = tl.zeros([ROWS, COLUMNS], tl.float32)
+    last_mean, moved_mean, mean_way = means
+    num_tokens, token_stride, pitch = sizes
     for base in range(0, num_tokens, ROWS):
         token = (base + lane).to(tl.int64)
         inside = (token < num_tokens) & wide
@@ -142,24 +140,10 @@ def center_tokens_program(
     if not EXTRAPOLATES:
         line = LEAST
     into = pairs + head.to(tl.int64) * num_tokens * 2 * WIDTH + column[None, :]
+    means = (last_mean, now_mean - last_mean, mean_way)
+    sizes = (num_tokens, token_stride, pitch)
     squares = _write_pairs(
-        own,
-        last,
-        before,
-        into,
-        last_mean,
-        now_mean - last_mean,
-        mean_way,
-        step,
-        line,
-        num_tokens,
-        token_stride,
-        pitch,
-        WIDTH,
-        ROWS,
-        COLUMNS,
-        EXTRAPOLATES,
-        BEFOREHAND,
+        own, last, before, into, means, step, line, sizes, WIDTH, ROWS, COLUMNS, EXTRAPOLATES, BEFOREHAND
     )
     shift, ridge = now_mean - last_mean - line * mean_way, RIDGE * (squares / WIDTH) + TINY
     _store_numbers(numbers + head * (2 + 2 * WIDTH), line, ridge, shift, held_mean, column, inside, WIDTH)
