@@ -172,6 +172,7 @@ OF_A_STALE_LAYER = {
     "fresh-edges:correction=none": 4,
     "fresh-edges:bits=8": 5,
     "fresh-edges:context=pooled": 4,
+    "fresh-edges:correction=linear": 15,
     "fresh-edges:context=pooled,bits=8": 5,
 }
 """Launches above those of a plain layer: also ceilings. Of averages and of differences the messages are one each."""

@@ -50,14 +50,18 @@ class Images:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """What calls of a pipeline use. `prepare`: its networks; `of_call`: arguments of a call; `between`: calls."""
+    """What calls of a pipeline use. `prepare`: its networks; `of_call`: arguments of a call; `between`: calls.
+
+    `builds`: a pipeline that is none of the tiny ones, and its call.
+    """
 
     prepare: Callable[[Any], Any] = lambda pipe: pipe
     of_call: Callable[[int], dict[str, Any]] = lambda number: {}
     between: Between = lambda engine: None
+    builds: Callable[[], tuple[Any, dict[str, Any]]] | None = None
 
     def built(self, name: str) -> tiny.Tiny:
-        found = tiny.build(name)
+        found = tiny.build(name) if self.builds is None else tiny.Tiny(name, *self.builds())
         return replace(found, pipe=self.prepare(found.pipe))
 
 
@@ -100,8 +104,13 @@ def generated(
         if isinstance(each, BaseException):
             raise each
     assert stand_in.faults == []
-    images = [np.asarray(result.output.images).tobytes() for result in by_rank[0]]
+    images = [_values(result.output).tobytes() for result in by_rank[0]]
     return Images(images, [[result.figures[0].replayed_calls for result in results] for results in by_rank])
+
+
+def _values(output: Any) -> Any:
+    """Images or frames, as numbers."""
+    return np.asarray(next(iter(output.values())))
 
 
 def _arguments(found: tiny.Tiny, height: int, width: int) -> dict[str, Any]:
@@ -211,6 +220,15 @@ def test_another_size_has_graphs_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     found = generated(monkeypatch, "sdxl", "patch=2", graphs=True, sizes=sizes)
     assert found.images == generated(monkeypatch, "sdxl", "patch=2", graphs=False, sizes=sizes).images
     assert found.images[0] == found.images[2]
+
+
+@pytest.mark.breadth
+def test_tall_and_wide_images_in_turn_keep_their_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UNets are divided by rows or by columns, with exchange points of each."""
+    sizes = ((96, 64), (64, 96)) * 2
+    found = generated(monkeypatch, "sdxl", "patch=2", graphs=True, sizes=sizes)
+    assert found.images == generated(monkeypatch, "sdxl", "patch=2", graphs=False, sizes=sizes).images
+    assert [list(each) for each in found.replays] == [[STEPS - 2, STEPS - 2, STEPS - 1, STEPS - 1]] * 2
 
 
 @pytest.mark.breadth

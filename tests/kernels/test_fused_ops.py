@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map
 from patchpar.comm.kernels import fused_op, pack_tensors
 from patchpar.shard.kernels import (
     concat_halo,
+    correct_matrices,
     correct_tokens,
+    fit_matrices,
     fit_tokens,
     group_moments,
     group_norm,
@@ -82,6 +84,16 @@ def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     newest, runs = torch.randn(12, 4, 3, 40).to(dtype), [correct_tokens.RunOfRanks(1, 2, 6, 3, 0, 0)]
     fits, table = torch.randn(3, 4, 3, 81).to(dtype), correct_tokens.table_of(runs)
     return (torch.randn(20, 4, 3, 40).to(dtype), newest, newest + 1, fits, torch.tensor(0.5), table, list(runs[0]))
+
+
+def centred_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
+    own, *past, along, ratio, _ = kept_tokens(dtype)
+    return (own, *past, along, ratio)
+
+
+def tokens_for_matrices(dtype: torch.dtype) -> tuple[Any, ...]:
+    attended, newest, previous, _, *rest = stale_tokens(dtype)
+    return (attended, newest, previous, torch.randn(3, 4, 3, 1 + 40 * 41).to(dtype), *rest)
 
 
 def averaged_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
@@ -152,6 +164,13 @@ CASES = [
         own_tokens,
     ),
     Case("correct_tokens", correct_tokens.correct_tokens, correct_tokens.launch_correct_tokens, stale_tokens),
+    Case("center_tokens", fit_matrices.center_tokens, fit_matrices.launch_center_tokens, centred_tokens),
+    Case(
+        "correct_matrices",
+        correct_matrices.correct_matrices,
+        correct_matrices.launch_correct_matrices,
+        tokens_for_matrices,
+    ),
     Case("pack_tokens", pack_tokens.pack_tokens, pack_tokens.launch_pack_tokens, averaged_tokens),
     Case("pack_tokens", pack_tokens.pack_tokens, pack_tokens.launch_pack_tokens, quantised_tokens),
     Case("add_delta", quantize_delta.add_delta, quantize_delta.launch_add_delta, quantised_change),

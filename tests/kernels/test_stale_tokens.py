@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.shard.kernels.correct_matrices import correct_matrices_eager, launch_correct_matrices
 from patchpar.shard.kernels.correct_tokens import (
     RunOfRanks,
     correct_tokens_eager,
@@ -17,6 +18,7 @@ from patchpar.shard.kernels.correct_tokens import (
     launch_extrapolate_tokens,
     table_of,
 )
+from patchpar.shard.kernels.fit_matrices import center_tokens_eager, launch_center_tokens
 from patchpar.shard.kernels.fit_tokens import (
     fit_tokens_eager,
     launch_fit_tokens,
@@ -185,6 +187,34 @@ def test_tokens_are_extrapolated(interpreted: Callable[..., Any], dtype: torch.d
         assert each[37:].isnan().all()
 
 
+def centred(
+    center: Callable[..., tuple[Tensor, Tensor]], now: Tensor, past: list[Tensor], ratio: float, along: Tensor | None
+) -> list[Tensor]:
+    """What a fit with matrices reads, and the samples afterwards, and how far tokens went."""
+    past, along = [x.clone() for x in past], None if along is None else along.clone()
+    given = [*past, *[None] * (4 - len(past))]
+    return [*center(now, *given, along, torch.tensor(ratio)), *past, *([] if along is None else [along])]
+
+
+@pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))
+@pytest.mark.parametrize(("extrapolates", "beforehand"), first_of([(True, True), (True, False), (False, False)]))
+def test_what_matrices_are_fitted_to_equals_that_of_the_twin(
+    interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool, beforehand: bool
+) -> None:
+    for tokens, width in ((37, 8), (151, 40)):
+        last, moved, other = (noise(seed, tokens, 4, 3, width) + 2 for seed in range(3))
+        steps = [x.to(dtype) for x in (last + 0.3 * moved, last, last - 0.2 * moved - 0.1 * other)]
+        along = (0.7 + 0.3 * torch.rand(4, 3, generator=torch.Generator().manual_seed(3))).to(dtype).float()
+        args = (steps[0], means(*steps[1 : 3 if extrapolates else 2]), 0.7, along if beforehand else None)
+        found, twin = interpreted(centred, launch_center_tokens, *args), centred(center_tokens_eager, *args)
+        for got, want in zip(found, twin, strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+        assert torch.equal(found[3], steps[0])
+        assert not extrapolates or torch.equal(found[5], steps[1])
+        assert not beforehand or torch.equal(found[1][..., 0], along)
+        assert float(found[0].mean(2).abs().max()) < 1e-2, "centred"
+
+
 def test_a_fit_of_nothing_is_nothing(interpreted: Callable[..., Any]) -> None:
     same = torch.full((20, 2, 1, 8), 300.0, dtype=torch.float16)
     past = [same.mean(0, dtype=torch.float32), same.clone()]
@@ -197,7 +227,7 @@ def corrected(correct: Callable[..., None], tokens: list[Tensor | None], fits: T
     """What attention reads, and tokens of both steps, afterwards, on rank 2 of four with 3, 5, 6 and 5 tokens."""
     newest, previous = (None if x is None else x.clone() for x in tokens)
     assert newest is not None
-    attended = torch.full((2 + 3 + 5 + 6 + 5, 4, 3, 8), torch.nan, dtype=newest.dtype)
+    attended = torch.full((2 + 3 + 5 + 6 + 5, *newest.shape[1:]), torch.nan, dtype=newest.dtype)
     runs = [RunOfRanks(0, 1, 3, 2, 0, 0), RunOfRanks(1, 1, 5, 5, 3, 3), RunOfRanks(3, 1, 5, 16, 8, 8)]
     flat = [number for run in runs for number in run]
     correct(attended, newest, previous, fits, torch.tensor(ratio), table_of(runs), flat)
@@ -217,6 +247,28 @@ def test_corrections_equal_those_of_the_twin(
     assert found[0].isnan().all((1, 2, 3)).tolist() == [True] * 2 + [False] * 8 + [True] * 6 + [False] * 5
     assert torch.equal(found[1], newest)
     assert not extrapolates or torch.equal(found[2], newest)
+
+
+@pytest.mark.parametrize("dtype", first_of(DTYPES[:2], DTYPES[1]))
+@pytest.mark.parametrize("extrapolates", [True, False])
+def test_corrections_by_matrices_equal_those_of_the_twin(
+    interpreted: Callable[..., Any], dtype: torch.dtype, extrapolates: bool
+) -> None:
+    """Not in bfloat16, which Triton's interpreter takes for integers where it multiplies matrices."""
+    for width in (8, 40):
+        newest, previous = (noise(seed, 13, 4, 3, width, dtype=dtype) for seed in (0, 1))
+        fits = noise(2, 4, 4, 3, 1 + width * width + width, dtype=dtype)
+        args = ([newest, previous if extrapolates else None], fits, 0.7)
+        found = interpreted(corrected, launch_correct_matrices, *args)
+        want = corrected(
+            correct_matrices_eager, [None if x is None else x.double() for x in args[0]], fits.double(), 0.7
+        )
+        for got, wanted in zip(found, want, strict=True):
+            if wanted is not None:
+                torch.testing.assert_close(got.double(), wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype], equal_nan=True)
+        assert torch.equal(found[1], newest)
+        assert not extrapolates or torch.equal(found[2], newest)
+        assert float((found[0][2:5].double() - newest[:3].double()).abs().max()) > 1, "control"
 
 
 def test_ranks_in_a_row_are_one_run() -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from benchmarks.emulation.sight import LEAST_BEFOREHAND, corrected_tokens, part_of_line
 from patchpar.plan.plan import PlanError
+from patchpar.shard.kernels.correct_matrices import correct_by_matrices
 from patchpar.shard.kernels.correct_tokens import correct_run
-from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, kind_for, numbers_of, stride_for
+from patchpar.shard.stale.correction import OwnPast, OwnTokens, kind_for, numbers_of, stride_for
 from patchpar.strategies.fresh_edges import FreshEdges
 
 SHAPE = (60, 2, 3, 8)  # tokens, keys and values, heads, numbers of a head

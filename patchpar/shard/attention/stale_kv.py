@@ -25,10 +25,11 @@ from patchpar.plan.kv_selection import AllRows, KVSelection, PooledRows
 from patchpar.shard.attention.packed_messages import PackedMessages, messages_of
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
+from patchpar.shard.kernels.correct_matrices import correct_by_matrices, correct_matrices
 from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.correction import OwnPast, OwnTokens, correct_by_matrices, numbers_of
+from patchpar.shard.stale.correction import OwnPast, OwnTokens, numbers_of
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import log_weights, take, take_bias
 from patchpar.shard.stale.token_slots import TokenSlots
@@ -220,6 +221,9 @@ class RemoteTokens:
             correct_tokens(attended, self._newest, self._previous, fits, ratio, self._table, self._flat_runs)
             return
         assert fits is not None
+        if isinstance(fits, Tensor) and fits.shape[-1] == numbers_of("linear", self._token[-1]):
+            correct_matrices(attended, self._newest, self._previous, fits, ratio, self._table, self._flat_runs)
+            return
         for run in self._runs:
             into, newest = run.of(attended, run.attended), run.of(self._newest, run.newest)
             previous = None if self._previous is None else run.of(self._previous, run.previous)

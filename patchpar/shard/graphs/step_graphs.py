@@ -31,6 +31,7 @@ from patchpar.shard.graphs.repeated_network import (
     why_read_elsewhere,
 )
 from patchpar.shard.graphs.static_call import Call, StaticCall, copies_of_output, signature_of, why_not_static
+from patchpar.shard.graphs.time_argument import TimeArgument
 from patchpar.shard.verification import every_rank_has
 
 REPLAY = "replay of a step"
@@ -135,7 +136,7 @@ class StepGraphs:
         level: int = logging.WARNING,
     ) -> None:
         self._network, self._recorder, self._mesh, self._required = network, recorder, mesh, required
-        self._level = level
+        self._level, self._time = level, TimeArgument(network)
         self._graphs: dict[_Key, _Graph] = {}  # the last one used is the last
         self._ran: dict[_Key, tuple[Fingerprint, Any]] = {}  # kinds that have run once, and the network then
         self._not_captured = set[_Key]()
@@ -151,6 +152,7 @@ class StepGraphs:
         """Return the output of `step` for this call: it runs, is captured, or is replayed. Raises what it raises."""
         if self.paused or self._new_kinds > MOST_KINDS:
             return step(*call[0], **call[1])
+        call = self._time.as_tensor(call, self._mesh[0].transport.device)
         key = (kind, state.generation, signature_of(call))
         graph = self._graphs.pop(key, None)
         if graph is not None and all(each.are_there for each in graph.kept):  # else others have taken their places

@@ -125,7 +125,7 @@ def launch_correct_tokens(
     rows = max(1, TILE // columns)
     heads = math.prod(newest.shape[1:-1])
     _CORRECT_TOKENS.launch(
-        (-(-_most_tokens(tuple(runs)) // rows), heads, table.shape[0]),
+        (-(-most_tokens(tuple(runs)) // rows), heads, table.shape[0]),
         (attended, newest, newest if previous is None else previous, newest if fits is None else fits, ratio, table),
         (),
         WIDTH=width,
@@ -137,7 +137,7 @@ def launch_correct_tokens(
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
-def _most_tokens(runs: tuple[int, ...]) -> int:
+def most_tokens(runs: tuple[int, ...]) -> int:
     """Return the largest number of tokens of a rank."""
     return max((run.tokens for run in runs_of(runs)), default=0)
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
 from patchpar.shard.kernels.correct_tokens import extrapolate_tokens
-from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, RIDGE, TINY, fit_tokens, held_by_others, sample_tokens
-from patchpar.shard.precision import wide
+from patchpar.shard.kernels.fit_matrices import center_tokens
+from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, fit_tokens, sample_tokens
 
 SAMPLE = 256  # tokens that suffice for a scale a channel
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
@@ -62,11 +62,6 @@ class FitSamples(NamedTuple):
     tokens: Tensor
 
     @classmethod
-    def of(cls, x_lXND: Tensor, kind: Correction) -> "FitSamples":
-        """Sample tokens [l, X, N, D]."""
-        return cls(x_lXND.mean(0, dtype=torch.float32), x_lXND[:: stride_for(kind, x_lXND.shape[0])])
-
-    @classmethod
     def empty(cls, x_lXND: Tensor, kind: Correction, kept: Tensor | None = None) -> "FitSamples":
         """Return memory for samples of tokens [l, X, N, D], which are all of them in `kept` [l, X, N, D] if given."""
         mean = x_lXND.new_empty(x_lXND.shape[1:], dtype=torch.float32)
@@ -75,43 +70,21 @@ class FitSamples(NamedTuple):
         stride = stride_for(kind, x_lXND.shape[0])
         return cls(mean, x_lXND.new_empty((len(range(0, x_lXND.shape[0], stride)), *x_lXND.shape[1:])))
 
-    def copy_(self, other: "FitSamples") -> None:
-        """Take the values of `other`, of the same shape."""
-        self.mean.copy_(other.mean)
-        self.tokens.copy_(other.tokens)
 
+def packed_matrices(pairs_XNlC: Tensor, numbers_XNC: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the fit [X, N, 1 + D D + D] with matrices, of what `center_tokens` returns: [X, N, l, 2 D] and numbers.
 
-def fit_matrices(
-    now: FitSamples, last: FitSamples, before: FitSamples | None, along: Tensor | None, ratio: Tensor
-) -> Tensor:
-    """Return the fit [X, N, 1 + D D + D] with matrices; as `fit_tokens`, but no sample changes.
-
-    It brings what is extrapolated from `before` and `last` nearest to `now`; `along` [X, N] as there.
+    It brings what others hold nearest to what has to come of it.
     """
-    mean_before, tokens_before = before or (None, None)
-    held = held_by_others(now.tokens, last.mean, last.tokens, mean_before, tokens_before, along, ratio)
-    matrix, line = _matrix(held.few.movedim(0, -2), held.few_missing.movedim(0, -2)), held.along.unsqueeze(-1)
-    shift = now.mean - last.mean - line * held.way_mean - (held.mean.unsqueeze(-2) @ matrix).squeeze(-2)
-    return torch.cat([line, matrix.flatten(-2), shift], -1).to(now.tokens.dtype)
-
-
-def _matrix(old_XNlD: Tensor, missing_XNlD: Tensor) -> Tensor:
-    gram = old_XNlD.mT @ old_XNlD
-    squares = gram.diagonal(dim1=-2, dim2=-1)
-    moments = gram + torch.diag_embed((RIDGE * squares.mean(-1, keepdim=True) + TINY).expand_as(squares))
+    width = pairs_XNlC.shape[-1] // 2
+    line, ridge, shift, mean = numbers_XNC.split_with_sizes((1, 1, width, width), -1)
+    moments = pairs_XNlC[..., :width].mT @ pairs_XNlC
+    moments.diagonal(dim1=-2, dim2=-1).add_(ridge)
     # Positive definite by the ridge, so nothing needs to be checked, which would read from the device.
-    return torch.linalg.solve_ex(moments, old_XNlD.mT @ missing_XNlD, check_errors=False).result
-
-
-def correct_by_matrices(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tensor, ratio: Tensor) -> None:
-    """As `correct_run` for fits with matrices, [R, X, N, 1 + D D + D]."""
-    width = newest.shape[-1]
-    along, matrix, shift = fit.split_with_sizes((1, width * width, width), -1)
-    moved = (newest.movedim(1, -2) @ torch.unflatten(matrix, -1, (width, width))).movedim(-2, 1)
-    moved = wide(moved) + wide(shift).unsqueeze(1)
-    if previous is not None:
-        moved = torch.addcmul(moved, wide(newest) - wide(previous), wide(along).unsqueeze(1) * ratio)
-    into.copy_(moved.add_(newest))
+    matrix = torch.linalg.solve_ex(moments[..., :width], moments[..., width:], check_errors=False).result
+    rows, means = shift.reshape(-1, 1, width), mean.reshape(-1, 1, width)
+    shift = torch.baddbmm(rows, means, matrix.reshape(-1, width, width), alpha=-1).view(shift.shape)
+    return torch.cat([line, matrix.flatten(-2), shift], -1).to(dtype)
 
 
 class OwnTokens(NamedTuple):
@@ -175,12 +148,8 @@ class OwnPast:
         last, before = self._last, self._before
         if self._kind == "affine":
             return fit_tokens(own_lXND, *last, *(before or (None, None)), self._along, ratio, self._stride)
-        now = FitSamples.of(own_lXND, self._kind)
-        found = fit_matrices(now, last, before, self._along, ratio)
-        if before is not None:
-            before.copy_(last)
-        last.copy_(now)  # of all tokens, so that all are kept
-        return found
+        read = center_tokens(own_lXND, *last, *(before or (None, None)), self._along, ratio)
+        return packed_matrices(*read, own_lXND.dtype)
 
     def extrapolate(self, into_lXND: Tensor, kept: OwnTokens, ratio: Tensor) -> None:
         """Write tokens that are kept, as they are expected to be in this step, to `into_lXND` [l, X, N, D]."""

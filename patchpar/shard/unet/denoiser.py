@@ -280,11 +280,12 @@ class PatchedDenoiser(SharedDenoiser):
 
     def restore(self) -> None:
         """Remove the exchange points. Idempotent."""
+        self._drop_graphs()
         self._take_out()
         self._verified.clear()
 
     def _take_out(self) -> None:
-        self._drop_graphs()
+        """Remove the exchange points for others: graphs of calls with those stay."""
         self._kind = None
         if self._sharded is not None:
             self._sharded.restore()
