@@ -53,9 +53,10 @@ class Found:
     """Of one rank. Errors of latents: in bands, and with each band of the ControlNets `alone`.
 
     `elements`: of the samples that first convolutions of ControlNets read, over those of one process; `gathered`: bytes
-    of residuals; `hooked`: whether something is left in a ControlNet after `restore`.
+    of residuals; `hooked`: whether something is left in a ControlNet after `restore`; `latents`: those in bands.
     """
 
+    latents: Tensor
     error: float
     alone: float
     elements: float
@@ -94,6 +95,15 @@ def _looks_hard(pipe: Any) -> None:
             net.controlnet_cond_embedding.conv_out.weight.data.mul_(1e5)
 
 
+def _counts_for_more(pipe: Any) -> None:
+    """Also the UNet: with random weights it hardly changes the latents that it is given."""
+    _looks_hard(pipe)
+    pipe.unet.conv_out.weight.data.mul_(30)
+    for name, parameter in pipe.unet.named_parameters():
+        if ".attn1." in name:
+            parameter.data.mul_(2)
+
+
 class HalfWay(nn.Module):
     """Beside a layer a convolution to maps of half as many rows, and back."""
 
@@ -116,6 +126,7 @@ def _deepen(pipe: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "": _looks_hard,
+    "louder": _counts_for_more,
     "two": lambda pipe: (_looks_hard(pipe), _twice(pipe))[1],
     "centred": _centre,
     "zeros": _zeros,
@@ -151,7 +162,8 @@ def compared(case: Case, folder: Path) -> list[Found]:
         try:
             latents()  # which verifies
             read[rank].clear()
-            error, elements = relative(latents(), plain), sum(read[rank]) / whole
+            in_bands = latents()
+            error, elements = relative(in_bands, plain), sum(read[rank]) / whole
             gathered = comm.traffic.bytes_sent.get("residuals", 0)
             for each in installed.patched:
                 if isinstance(each, BandedConditioner):
@@ -160,7 +172,7 @@ def compared(case: Case, folder: Path) -> list[Found]:
         finally:
             installed.restore()
         hooked = any("forward" in vars(module) for net in nets_of(pipe) for module in net.modules())
-        return Found(error=error, alone=alone, elements=elements, gathered=gathered, hooked=hooked)
+        return Found(latents=in_bands, error=error, alone=alone, elements=elements, gathered=gathered, hooked=hooked)
 
     found = on_threads(len(pipes), on_rank, deadline=DEADLINE)
     for each in found:

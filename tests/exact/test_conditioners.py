@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.breadth import first_of
 from tests.exact.conditioners import XL, Case, compared
+from tests.tensors import relative
 
 LIMIT, CONTROL = 1e-5, 1e-4
 SIZE = {"height": 96, "width": 128}
@@ -43,6 +45,19 @@ def test_final_latents(tmp_path: Path, which: str) -> None:
     added_up = case.change == "two"  # diffusers adds up the middle ones in place, which gathers these
     assert [each.gathered > 0 for each in found] == [added_up] * len(found)
     assert not any(each.hooked for each in found)
+
+
+@pytest.mark.parametrize("strategy", first_of(("displaced", "pcpp"), "displaced"))
+def test_stale_steps_are_those_beside_a_whole_controlnet(tmp_path: Path, strategy: str) -> None:
+    """In bands a ControlNet is exact in every step; without trust in the code that counts here, it runs whole."""
+    case = Case(name=XL, plan=f"patch=2,strategy={strategy}:warmup_steps=1", change="louder")
+    in_bands = compared(case, tmp_path / "in bands")
+    whole = compared(replace(case, trusted=frozenset()), tmp_path / "whole")
+    for found, expected in zip(in_bands, whole, strict=True):
+        assert (found.elements, expected.elements) == (pytest.approx(1 / 2), 1)
+        assert expected.error >= CONTROL, "no step was stale"
+        assert relative(found.latents, expected.latents) <= LIMIT
+        assert found.alone >= 2 * found.error, "what the ControlNet exchanges does not show"
 
 
 def test_residuals_in_other_bands_than_the_denoisers_are_gathered(tmp_path: Path) -> None:
