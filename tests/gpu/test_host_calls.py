@@ -35,7 +35,7 @@ from tests.gpu.short_models import WORLD
 CEILINGS = {
     ("sdxl", "exact"): 56,
     ("sdxl", "fresh-edges"): 56,  # a seventh of a call of each is to know the kind of a denoiser call again
-    ("sdxl", "pcpp"): 295,  # few exchanges, in which many norms and convolutions send for the next step
+    ("sdxl", "pcpp"): 296,  # few exchanges, in which many norms and convolutions send for the next step
     ("flux", "exact"): 91,
     ("flux", "exact:ulysses=4"): 63,
     ("flux", "exact:attention=ring"): 68,

@@ -29,6 +29,7 @@ from patchpar.pipeline.timed_plans import TimedPlans
 from patchpar.plan.plan import Plan
 from patchpar.plan.replay.measured_device import KernelRate, MeasuredDevice
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
+from patchpar.shard.torch_switches import TorchModes
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
 from tests.planner.test_search import forecast_of
@@ -247,7 +248,7 @@ def test_a_wait_for_ranks_and_a_job_that_goes_on_correct_nothing(
 def test_forecasts_are_of_whole_calls_in_the_dtype_of_the_networks() -> None:
     """Not of one that goes on, that decodes on the way, or that computes under autocast."""
     assert CallOptions(plan=Plan()).is_forecast
-    for differs in ({"recorded": (None,)}, {"decoded_previews": 1}, {"autocast": {"cpu": "bfloat16"}}):
+    for differs in ({"recorded": (None,)}, {"decoded_previews": 1}, {"modes": TorchModes(autocast={"cpu": "bfloat16"})}):
         assert not CallOptions(plan=Plan(), **differs).is_forecast  # type: ignore[arg-type]
 
 

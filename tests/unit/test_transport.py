@@ -429,7 +429,7 @@ def test_memory_that_there_is_not_leaves_no_descriptor(
 ) -> None:
     made: list[int] = []
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     def new_file(_: str) -> int:

@@ -24,7 +24,7 @@ NAMED = {"opaque": "5 OpaqueWeight (torch.float32) in Linear", "object": "5 Scri
 RANKS = 2
 
 
-@pytest.mark.parametrize("kind", ["sharded", "hosted"])
+@pytest.mark.parametrize("kind", ["sharded apart", "hosted"])
 @pytest.mark.parametrize("form", quantised.OPAQUE)
 def test_they_stay_whole_beside_others_and_are_named(caplog: pytest.LogCaptureFixture, form: str, kind: str) -> None:
     made, x = [quantised.build(form) for _ in range(RANKS)], networks.sample()  # threads share torch's random state
