@@ -248,7 +248,8 @@ def test_a_wait_for_ranks_and_a_job_that_goes_on_correct_nothing(
 def test_forecasts_are_of_whole_calls_in_the_dtype_of_the_networks() -> None:
     """Not of one that goes on, that decodes on the way, or that computes under autocast."""
     assert CallOptions(plan=Plan()).is_forecast
-    for differs in ({"recorded": (None,)}, {"decoded_previews": 1}, {"modes": TorchModes(autocast={"cpu": "bfloat16"})}):
+    under_autocast = {"modes": TorchModes(autocast={"cpu": "bfloat16"})}
+    for differs in ({"recorded": (None,)}, {"decoded_previews": 1}, under_autocast):
         assert not CallOptions(plan=Plan(), **differs).is_forecast  # type: ignore[arg-type]
 
 
