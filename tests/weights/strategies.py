@@ -21,13 +21,15 @@ from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
+from patchpar.shard.weights.rounds import GatherRounds
 from patchpar.shard.weights.sharded import ShardedWeights
 from patchpar.strategies import parse_strategy
+from patchpar.strategies.cfg.split import GuidanceSplit
 from tests.ranks import PoolRank
 from tests.stages.on_ranks import built
 from tests.tiny.transformers import TRANSFORMERS
 from tests.weights.on_ranks import divided as in_parts
-from tests.weights.on_ranks import equal, same_state, state_of, tensors
+from tests.weights.on_ranks import equal, joined, same_state, state_of, tensors
 
 KINDS = ("sharded", "hosted")
 STRATEGIES = ("exact", "fresh-edges:warmup_steps=1", "pcpp:warmup_steps=1")
@@ -98,6 +100,51 @@ def _inputs(name: str, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     latent = TRANSFORMERS[name].tokens if name in TRANSFORMERS else "sample"
     for step in range(STEPS):
         yield call | {latent: map_leaves(partial(torch.mul, other=1 + 0.1 * step), call[latent])}
+
+
+@torch.no_grad()
+def guided(this: PoolRank, name: str) -> dict[str, tuple[bool, int]]:
+    """Whether outputs are equal where each rank computes another branch of guidance, and how many calls it makes.
+
+    Branches are slices of one call, which the ranks make at the same time, or calls in turn, of which a rank makes one.
+    """
+    found: dict[str, tuple[bool, int]] = {}
+    for kind in KINDS:
+        network, call = built(name)
+        branches = [*_inputs(name, call())][:2]
+        outputs = [[x.clone() for x in tensors(network(**each))] for each in branches]
+        weights = joined(network, this.comm(), this.mesh(cfg=this.world).of_one_image(), kind)
+        with caches_set_aside(network), uncompiled(network):
+            keep_what_is_read_outside(weights, partial(network, **branches[0]))
+        calls: list[int] = []
+        network.register_forward_hook(lambda *_, into=calls: into.append(1))
+        is_equal = equal(network(**branches[this.rank]), outputs[this.rank])
+        found[f"one call {kind}"] = is_equal, len(calls)
+        calls.clear()
+        wanted = [a + 2 * b for a, b in zip(*outputs, strict=True)]
+        is_equal = all([equal(step, wanted) for step in _calls_in_turn(this, weights, branches)])
+        found[f"calls in turn {kind}"] = is_equal, len(calls)
+        weights.restore()
+    return found
+
+
+def _calls_in_turn(this: PoolRank, weights: ShardedWeights, branches: list[dict[str, Any]]) -> Iterator[list[Tensor]]:
+    """What steps compute of two branches, which are a call each."""
+    comm, mesh, clock = this.comm(), this.mesh(cfg=this.world), StepClock()
+    guidance = GuidanceSplit(comm, mesh["cfg"], clock)
+    if weights.store.is_collective:
+        guidance.rounds = GatherRounds(comm, mesh.of_one_image(), mesh["cfg"])
+        guidance.rounds.weights = weights
+    guidance.reset()
+    for _ in range(STEPS):
+        outputs = []
+        for given in branches:
+            clock.next_call()
+            outputs.append(tensors(guidance.denoise(weights.network, **given)))
+        yield [a + 2 * b for a, b in zip(*outputs, strict=True)]
+        clock.tick()
+    guidance.finish()
+    weights.settle()
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from patchpar.errors import WorkerError
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.breadth import first_of
@@ -14,6 +15,7 @@ from tests.stages.on_ranks import built
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tokens.test_exact import REFUSED
 from tests.weights.strategies import KINDS
+from tests.weights.strategies import STEPS as GUIDED_STEPS
 
 ON_RANKS = "tests.weights.strategies"
 NAMES = [*TRANSFORMERS, *denoisers.KINDS]
@@ -40,6 +42,10 @@ CACHED = (
     "WanVACETransformer3DModel",
 )
 """Classes of which diffusers knows the blocks that its first-block cache leaves out."""
+NO_SAMPLE = ("MiniMaxMusic3RVQDepthDecoder", "RFD4ProteinaTransformer", "T5FilmDecoder")
+"""Classes without an image or a video, whose guidance is not split with whole weights either."""
+BOTH_BRANCHES = ("WanAnimate2Transformer3DModel",)
+"""Classes of which every rank makes all calls."""
 BLOCKS = "_repeated_blocks"
 """Of networks that diffusers can compile block by block."""
 THREE_BRANCHES = ("instruct_pix2pix",)
@@ -63,6 +69,22 @@ def test_strategies_on_networks_of_diffusers(ranks: Any, name: str) -> None:
         for strategy, each in found.items():
             is_refused = name in REFUSED or (name in EXACT_ONLY and not strategy.startswith("exact"))
             assert isinstance(each, str) if is_refused else each is True, (strategy, each)
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", NAMES)
+def test_guidance_on_networks_of_diffusers(ranks: Any, name: str) -> None:
+    """Bits of whole weights, where each rank computes another branch of guidance: in one call, and in calls in turn."""
+    if name in NO_SAMPLE:
+        with pytest.raises(WorkerError, match=r"none of these is known to be its sample .* Run it without guidance"):
+            ranks.run(f"{ON_RANKS}:guided", 2, name)
+        return
+    for found in ranks.run(f"{ON_RANKS}:guided", 2, name):
+        assert len(found) == 4
+        for kind, (is_equal, calls) in found.items():
+            assert is_equal, kind
+            most = GUIDED_STEPS * 2 if name in BOTH_BRANCHES else GUIDED_STEPS + 1  # the first step is made by both
+            assert calls == (1 if kind.startswith("one call") else most), kind
 
 
 @pytest.mark.breadth
