@@ -12,7 +12,7 @@ from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op
 from patchpar.comm.kernels.program import Program
-from patchpar.shard.kernels.fit_tokens import LEAST, LEAST_BEFOREHAND, MOST, RIDGE, TINY, held_by_others
+from patchpar.shard.kernels.fit_tokens import LEAST, LEAST_BEFOREHAND, MOST, RIDGE, TINY, held_by_others, make_last
 from patchpar.shard.kernels.map_layout import power_of_2
 
 TILE = 2048  # numbers that a program reads at once
@@ -39,11 +39,7 @@ def center_tokens_eager(
     ridge = RIDGE * held.few.square().sum((0, -1)).div(own.shape[-1]).unsqueeze(-1) + TINY
     shift = now_mean - mean - line * held.way_mean
     numbers = torch.cat([line, ridge, shift, held.mean], -1)
-    if tokens_before is not None and mean_before is not None:
-        tokens_before.copy_(tokens)
-        mean_before.copy_(mean)
-    tokens.copy_(own)
-    mean.copy_(now_mean)
+    make_last(own, now_mean, mean, tokens, mean_before, tokens_before)
     return torch.cat([held.few, held.few_missing], -1).movedim(0, -2).contiguous(), numbers
 
 

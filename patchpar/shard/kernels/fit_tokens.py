@@ -56,11 +56,9 @@ def fit_tokens_eager(
     pull = RIDGE * square.mean(-1, keepdim=True) + TINY
     scale = (held.few * held.few_missing).mean(0) / (square + pull)
     shift = now_mean - mean - held.along.unsqueeze(-1) * held.way_mean - held.mean * scale
-    if tokens_before is not None and mean_before is not None:
-        tokens_before.copy_(tokens)
-        mean_before.copy_(mean)
-    tokens.copy_(own if tokens.shape[0] == num_tokens else own[::stride])
-    mean.copy_(now_mean)
+    make_last(
+        own if tokens.shape[0] == num_tokens else own[::stride], now_mean, mean, tokens, mean_before, tokens_before
+    )
     return torch.cat([held.along.unsqueeze(-1), scale, shift], -1).to(own.dtype)
 
 
@@ -109,6 +107,22 @@ def held_by_others(
     along.copy_(found)
     few_held, held_mean = torch.addcmul(few_old, line, few_way), torch.addcmul(mean, line, way_mean)
     return HeldTokens(few_held, few_missing, held_mean, used, way_mean)
+
+
+def make_last(
+    now_tokens: Tensor,
+    now_mean: Tensor,
+    mean: Tensor,
+    tokens: Tensor,
+    mean_before: Tensor | None,
+    tokens_before: Tensor | None,
+) -> None:
+    """Make tokens [s, X, N, D] and their mean [X, N, D] the last ones, and the last ones those before, if kept."""
+    if tokens_before is not None and mean_before is not None:
+        tokens_before.copy_(tokens)
+        mean_before.copy_(mean)
+    tokens.copy_(now_tokens)
+    mean.copy_(now_mean)
 
 
 def sampled(tokens: Tensor, num_tokens: int, stride: int) -> Tensor:
