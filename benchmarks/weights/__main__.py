@@ -70,7 +70,8 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
         f"{64 * options.heads}), W = {_mb(weights)} in two bytes each, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before, with its part of shards that the "
-        "others read where they lie: the most of all ranks. Limit: the "
+        "others read where they lie, and without pages of files, which the system has once for all ranks: the most of all "
+        "ranks. Limit: the "
         f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
         "memory, which the system counts as a process's own until another one has read it, in the first image "
         "(unshared: before it, and after the last); then all ranks have it in common, and the limit is less. "
@@ -95,7 +96,7 @@ def _how_timed(runs: int) -> str:
         return ""
     return (
         f"Load times are medians of {runs} in turns; of whole weights also with each copied once, since a CPU only "
-        "maps those in the dtype of their files. "
+        "maps those in the dtype of their files, whole or sharded. "
     )
 
 
@@ -127,10 +128,10 @@ def load_seconds(folder: str, ranks: int, dtype: Any, runs: int) -> dict[str, fl
 
 def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, ranks: int) -> Iterator[str]:
     """Lines of a table, with what each kind may take."""
-    times = "load | of whole, copied |" if seconds else ""
+    times = "load | of whole | of whole, copied |" if seconds else ""
     heads = "weights | while loading | its limit | first image | limit of it | next image | limit | slots | unshared |"
     yield f"| {heads} {times}".rstrip()
-    yield "|" + "---|" * (11 if seconds else 9)
+    yield "|" + "---|" * (12 if seconds else 9)
     for kind, found in memory.items():
         of_rank = {"whole": weights, "sharded": weights / ranks, "hosted": weights / ranks}[kind]
         margin, kept = MARGIN * weights, 0 if kind == "hosted" else of_rank
@@ -143,7 +144,8 @@ def table(memory: dict[str, Figures], seconds: dict[str, float], weights: int, r
 def _times(kind: str, seconds: dict[str, float]) -> Iterator[str]:
     if seconds:
         copied = f" ({seconds[COPIED]:.2f} s)" if kind == "whole" else ""
-        yield from (f"{seconds[kind]:.2f} s{copied}", f"{seconds[kind] / seconds[COPIED]:.2f}")
+        yield f"{seconds[kind]:.2f} s{copied}"
+        yield from (f"{seconds[kind] / seconds[of]:.2f}" for of in ("whole", COPIED))
 
 
 def _mb(size: float) -> str:

@@ -19,8 +19,8 @@ from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.stages.denoiser import StagedDenoiser
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import DeviceShards
 from patchpar.strategies.piped import PipedStages
 
 STEP = 0.1  # of a prediction that is subtracted from the latent in a step

@@ -21,9 +21,9 @@ from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import DeviceShards
 from patchpar.strategies.exact import ExactPatch
 
 FOLDERS = {"unet": "embedded", "transformer": "embedded-dit"}

@@ -1,4 +1,4 @@
-"""Pages of files that this process has mapped: give them back when they have been read."""
+"""Pages of memory: those of mapped files are given back when they have been read, others taken before a write."""
 
 import bisect
 import ctypes
@@ -9,6 +9,7 @@ from pathlib import Path
 
 MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ +(/.*)")
 OURS = "/memfd:patchpar-block"  # a pipeline from the caller
+POPULATE_WRITE = 23  # of madvise; Python has no name for it
 NO_FILES = ("/dev/", "/memfd:", "/SYSV", "/anon_hugepage")  # whose pages would be lost
 
 
@@ -28,17 +29,33 @@ class FilePages:
                 self._starts.append(int(found[1], 16))
                 self._ends.append(int(found[2], 16))
 
+    def have(self, address: int, num_bytes: int) -> bool:
+        """Whether these bytes are in one mapping of a file."""
+        index = bisect.bisect_right(self._starts, address) - 1
+        return index >= 0 and address + num_bytes <= self._ends[index]
+
     def release(self, address: int, num_bytes: int) -> None:
         """Release the whole pages among these bytes if they are unchanged pages of a file: it still has them."""
-        index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0 or address + num_bytes > self._ends[index]:
+        if not self.have(address, num_bytes):
             return
-        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if first < last:
-            advise = ctypes.CDLL(None).madvise
-            advise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        _advise(address, num_bytes, mmap.MADV_DONTNEED)
 
 
 def _is_of_a_file(path: str) -> bool:
     return path.startswith(OURS) or not path.startswith(NO_FILES)
+
+
+def take_pages(address: int, num_bytes: int) -> None:
+    """Take memory for the whole pages among these bytes, which are written to next.
+
+    Does nothing where the system cannot, such as a Linux before 5.14.
+    """
+    if sys.platform == "linux":
+        _advise(address, num_bytes, POPULATE_WRITE)
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), advice)

@@ -11,11 +11,12 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of, is_name_of_denoiser, networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.noted_host import NotedHost
 from patchpar.shard.weights.packed import CopyMemory, packed_blocks, resident_of
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import BlockStore, DeviceShards
+from patchpar.shard.weights.stores import BlockStore
 
 ENCODER = "text_encoder"  # what the names of text encoders begin with
 NEED_NO_VALUES = frozenset(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -19,11 +21,11 @@ from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Axis, rank_sets
 from patchpar.shard.compiled import uncompiled
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.host_segment import HostSegment
 from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.outside_reads import keep_what_is_read_outside
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import DeviceShards
 from tests.exact import denoisers
 from tests.ranks import PoolRank
 from tests.tiny.transformers import TRANSFORMERS
@@ -376,3 +378,34 @@ def _built(name: str) -> tuple[nn.Module, dict[str, Any]]:
     if name in TRANSFORMERS:
         return TRANSFORMERS[name].build(), TRANSFORMERS[name].call(0)
     return denoisers.build(name), denoisers.call(name, 12, 8)
+
+
+@torch.no_grad()
+def weights_in_files(this: PoolRank, folder: str, in_memory: tuple[int, ...], kind: str) -> dict[str, Any]:
+    """A network whose weights are pages of a file, but for those of the ranks `in_memory`."""
+    network, x = networks.build("chain"), networks.sample()
+    file = str(Path(folder) / f"{this.rank}.safetensors")
+    save_file({name: each.contiguous() for name, each in network.state_dict().items()}, file)
+    network.load_state_dict(load_file(file), assign=True)
+    if this.rank in in_memory:
+        network.load_state_dict({name: each.clone() for name, each in network.state_dict().items()}, assign=True)
+    before, wanted = state_of(network), network(x)
+    addresses = [each.data_ptr() for each in network.blocks.parameters()]
+
+    def are_in_place() -> bool:
+        return addresses == [each.data_ptr() for each in network.blocks.parameters()]
+
+    weights = divided(this, network, kind)
+    outputs = [equal(network(x), wanted) for _ in range(2)]
+    found = {"in place": are_in_place(), "held": weights.store.num_bytes, "sent": dict(weights.comm.traffic.bytes_sent)}
+    network.blocks[0].shift.add_(1.0)  # by this rank, which the others do not see
+    weights.restore()
+    is_changed = not equal(network.blocks[0].shift, before["blocks.0.shift"][0])
+    network.blocks[0].shift.copy_(before["blocks.0.shift"][0])
+    return {
+        **found,
+        "equal": outputs,
+        "restored": same_state(network, before),
+        "after": are_in_place(),
+        "changed": is_changed,
+    }

@@ -19,9 +19,9 @@ from patchpar.launch.remote_errors import take_down
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.packed import blocks_of, packed_blocks
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import DeviceShards
 from tests import tiny
 from tests.ranks import PoolRank
 

@@ -18,10 +18,11 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.plan.mesh import Axis, Mesh
+from patchpar.shard.weights.device_shards import DeviceShards
 from patchpar.shard.weights.host_store import HostStore
 from patchpar.shard.weights.placed import PlacedBlock
 from patchpar.shard.weights.sharded import ShardedWeights
-from patchpar.shard.weights.stores import BlockStore, DeviceShards
+from patchpar.shard.weights.stores import BlockStore
 from tests.versions import TORCH
 from tests.weights import networks
 

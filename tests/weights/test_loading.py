@@ -19,10 +19,10 @@ from patchpar.models.files import floating_dtypes
 from patchpar.models.loading import load_pipeline, with_dtype
 from patchpar.pipeline.held_weights import HeldWeights
 from patchpar.plan.plan import Plan
-from patchpar.shard.weights.stores import DeviceShards
+from patchpar.shard.weights.device_shards import DeviceShards
 from tests.tiny import build
 from tests.unit.threads import on_threads
-from tests.weights.loading import saved
+from tests.weights.loading import FILES, saved
 
 PLAN = Plan(patch=2, weights="sharded")
 PHASES = ("loading", "first", "generating")
@@ -48,6 +48,7 @@ def no_comm() -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_shards_of_all_ranks_are_the_bytes_of_the_model(flux: str, dtype: torch.dtype) -> None:
+    """In the dtype of the files they are not copied from these."""
     plain = load_pipeline(flux, with_dtype({"torch_dtype": dtype}))
     ranks = [HeldWeights(rank, torch.device("cpu"), no_comm) for rank in range(2)]
     pipes = [rank.load(flux, {"torch_dtype": dtype}, PLAN) for rank in ranks]
@@ -60,9 +61,11 @@ def test_the_shards_of_all_ranks_are_the_bytes_of_the_model(flux: str, dtype: to
         for index, block in enumerate(held[0].blocks):
             whole = torch.cat([weights.store._shards[index] for weights in held])
             names = {id(x): path for path, x in networks[1].named_parameters()}
+            assert all((index in weights.store._in_files) == (dtype == FILES) for weights in held)
             for packed in block.tensors:
                 if id(packed.tensor) in names:
-                    assert torch.equal(packed.view(whole), of_plain[names[id(packed.tensor)]])
+                    found = packed.tensor if dtype == FILES else packed.view(whole)
+                    assert torch.equal(found, of_plain[names[id(packed.tensor)]])
                     in_blocks.add(id(packed.tensor))
         outside = {path: x for path, x in networks[1].named_parameters() if id(x) not in in_blocks}
         assert in_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,22 @@ def test_what_lies_in_one_shard_is_used_there_and_what_is_written_to_it_is_the_r
         assert found["stays"], "in the next call, and when weights are whole again"
     for found in ranks.run(f"{ON_RANKS}:written_outside_slots", 2, "sharded apart"):
         assert (found["in place"], found["other"]) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "kind", "stays"), [((), "sharded", True), ((1,), "sharded", False), ((), "sharded apart", False)]
+)
+def test_weights_in_files_stay_there_if_they_are_in_files_on_all_ranks(
+    ranks: Any, tmp_path: Path, in_memory: tuple[int, ...], kind: str, stays: bool
+) -> None:
+    """The system has one copy of a file for all ranks; where one has its weights elsewhere, all divide them."""
+    for rank, found in enumerate(ranks.run(f"{ON_RANKS}:weights_in_files", 3, str(tmp_path), in_memory, kind)):
+        assert found["equal"] == [True, True]
+        assert found["restored"]
+        assert found["changed"] == (kind == "sharded"), "what a rank writes to mapped weights stays"
+        assert found["in place"] == found["after"] == stays, rank
+        assert (found["held"] == 0) == stays
+        assert found["sent"]["weights"] > 0, "counted as anywhere"
 
 
 def test_a_call_after_one_that_failed_gathers_each_block_once(ranks: Any) -> None:

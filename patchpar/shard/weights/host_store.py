@@ -104,7 +104,9 @@ class HostStore(BlockStore):
         """See BlockStore."""
         assert self._own is not None, "reserve comes first"
         block = self._blocks[index]
-        block.write(self._part(self._own.memory, index), self.axis.rank * block.shard_bytes(self.axis.size), copy)
+        part = self._part(self._own.memory, index)
+        self._own.populate(part)
+        block.write(part, self.axis.rank * block.shard_bytes(self.axis.size), copy)
 
     def join(self, comm: Communicator) -> None:
         """See BlockStore: map the memory of the other ranks, where all are on this host."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
+from patchpar.launch.file_pages import FilePages
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.verification import is_alike
 from patchpar.shard.weights.left_whole import adapter_modules, blocks_outside_graphs, is_plain, opaque_weights
@@ -83,6 +84,15 @@ class PackedBlock:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors, of any shape, as they lie in `buffer` [bytes]."""
         return [each.view(buffer) for each in self.tensors]
+
+    def tensors_now(self) -> list[Tensor]:
+        """Return tensors, of any shape, in the memory that the parameters and buffers use now."""
+        with torch.inference_mode(mode=False):
+            return [each.tensor.detach() for each in self.tensors]
+
+    def is_in(self, pages: FilePages) -> bool:
+        """Whether all the weights are in files that this process has mapped."""
+        return all(pages.have(each.tensor.data_ptr(), each.num_bytes) for each in self.tensors)
 
     def fillers(self, buffer: Tensor) -> list[Tensor]:
         """Return tensors like the block's, of any shape, that all lie at the beginning of `buffer` [bytes]."""

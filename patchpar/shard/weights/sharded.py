@@ -157,7 +157,7 @@ class ShardedWeights:
     def keep_whole(self, index: int) -> None:
         """Gather a block for good. Collective. Raises ExchangeError."""
         self._hold(index)
-        self.blocks[index].point_to(self.blocks[index].own_copies(self._placed[index].views))
+        self.blocks[index].point_to(self.store.whole(index, self._placed[index].views))
         self._hooks.pop(index).close()
 
     # --- gathers ------------------------------------------------------------------------------------------------

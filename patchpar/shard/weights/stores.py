@@ -3,23 +3,18 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AxisComm, Communicator
-from patchpar.comm.known_exchange import KnownGather, KnownRead, known_gather
-from patchpar.comm.transport import register_memory, unregister_memory, uses_host_memory
 from patchpar.errors import ExchangeError, PlanError, UnsupportedModel
 from patchpar.launch.accelerators import free_bytes
 from patchpar.launch.remote_errors import say_changes_left
 from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.mesh import Axis
 from patchpar.shard.verification import every_rank_has
-from patchpar.shard.weights.host_segment import HostSegment, segments_of_all
-from patchpar.shard.weights.mapped_parts import BlockInParts
 from patchpar.shard.weights.packed import CopyMemory, PackedBlock
 from patchpar.shard.weights.placed import PlacedBlock
 
@@ -118,6 +113,10 @@ class BlockStore(ABC):
         block = self._blocks[index]
         return PlacedBlock(block, block.views(slot), slot[: self.rows(block)])
 
+    def whole(self, index: int, views: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return memory that a block's parameters use when it stays whole, with the values of `views`, of any shape."""
+        return self._blocks[index].own_copies(views)
+
     @abstractmethod
     def close(self) -> None:
         """Free the memory. Idempotent."""
@@ -138,90 +137,3 @@ class BlockStore(ABC):
         """Return where this rank's part of a block lies in `slot` [bytes], as [bytes]."""
         size = block.shard_bytes(self.axis.size)
         return slot.narrow(0, self.axis.rank * size, size)
-
-
-class DeviceShards(BlockStore):
-    """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one.
-
-    On CPUs of one host the other ranks map them, and use in place what does not lie in several shards.
-    """
-
-    is_collective = True
-
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        if axis.size == 1:
-            raise PlanError(
-                "weights=sharded takes at least 2 ranks, but the plan has 1: use weights=hosted or weights=whole"
-            )
-        super().__init__(axis, device)
-        self._shards: list[Tensor] = []
-        self._segment: HostSegment | None = None  # with all shards, on a CPU
-        self._free: Tensor | None = None  # the rest of it
-        self._segments: Sequence[Tensor] | None = None  # of all ranks, if they can be mapped
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that this rank keeps."""
-        return sum(x.numel() for x in self._shards)
-
-    def reserve(self, blocks: Sequence[PackedBlock]) -> None:
-        """See BlockStore."""
-        self._blocks = blocks
-        if self.device.type == "cpu":
-            self._segment = HostSegment(sum(block.shard_bytes(self.axis.size) for block in blocks))
-            self._free = self._segment.memory
-
-    def keep(self, index: int, copy: CopyMemory) -> None:
-        """See BlockStore."""
-        size = self._blocks[index].shard_bytes(self.axis.size)
-        if self._free is None:
-            shard = torch.empty(size, dtype=torch.uint8, device=self.device)
-        else:
-            shard, self._free = self._free[:size], self._free[size:]
-        self._blocks[index].write(shard, self.axis.rank * size, copy)
-        self._shards.append(shard)
-
-    def join(self, comm: Communicator) -> None:
-        """See BlockStore."""
-        super().join(comm)
-        if self._segment is not None and uses_host_memory(comm.transport):
-            register_memory(comm.transport, self._segment.descriptor, self._segment.memory)
-            with torch.inference_mode(mode=False):  # weights may be trained in it, or be written to by their network
-                self._segments = segments_of_all(self._segment, (comm, self.axis), own_writes=True)
-            if self._segments is not None:
-                unregister_memory(comm.transport, self._segment.memory)
-        if self._segment is not None:
-            self._segment.forget()
-
-    def bring(self, index: int, slot: Tensor) -> Callable[[], Transfer]:
-        """See BlockStore: one gather of `slot` [bytes] from all ranks."""
-        block = self._blocks[index]
-        where, into = f"weights of {block.name}", slot[: self.rows(block)]
-        known = known_gather(self.axis, KIND, where, self._shards[index], into)
-        if self._segments is None:
-            return partial(self._gather, known)
-        copies = BlockInParts(block, self._parts(index), slot).copies
-        return partial(self._gather, KnownRead(known.booked, where, known.ranks, tuple(copies)))
-
-    def placed(self, index: int, slot: Tensor) -> PlacedBlock:
-        """See BlockStore: where all shards can be mapped, most are in these, and few in `slot` [bytes]."""
-        if self._segments is None:
-            return super().placed(index, slot)
-        found = BlockInParts(self._blocks[index], self._parts(index), slot)
-        return PlacedBlock(self._blocks[index], found.views, found.used)
-
-    def _parts(self, index: int) -> list[Tensor]:
-        """Return the parts [bytes] of a block of all ranks, in memory that is mapped here."""
-        assert self._segments is not None
-        sizes = [block.shard_bytes(self.axis.size) for block in self._blocks[: index + 1]]
-        return [memory.narrow(0, sum(sizes[:-1]), sizes[-1]) for memory in self._segments]
-
-    def _gather(self, known: KnownGather | KnownRead) -> Transfer:
-        assert self.comm is not None, "join comes before the first block runs"
-        return self.comm.repeat(known)
-
-    def close(self) -> None:
-        """See BlockStore."""
-        if self._segment is not None and self.comm is not None:
-            unregister_memory(self.comm.transport, self._segment.memory)
-        self._shards, self._segment, self._free, self._segments = [], None, None, None
