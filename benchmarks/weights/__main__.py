@@ -25,7 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.page import publish, write_page
+from benchmarks.page import priority, publish, write_page
 
 KINDS = ("whole", "sharded", "hosted")
 LOADS = (("bfloat16", "bfloat16"), ("bfloat16", "float16"), ("float32", "bfloat16"))
@@ -70,25 +70,35 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
         f"{64 * options.heads}), W = {_mb(weights)} in two bytes each, on CPU workers with one thread each. "
         "Memory is what only the process of a rank has, beyond what it had before, with its part of shards that the "
-        "others read where they lie, and without pages of files, which the system has once for all ranks: the most of all "
-        "ranks. Limit: the "
+        "others read where they lie, and without pages of files, which the system has once for all ranks: the most of "
+        "all ranks. Limit: the "
         f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
         "memory, which the system counts as a process's own until another one has read it, in the first image "
         "(unshared: before it, and after the last); then all ranks have it in common, and the limit is less. "
+        "Whole weights are left out where all ranks together lack the memory to cast them. "
         f"{_how_timed(options.runs)}Load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
-        "cores. `python -m benchmarks.weights`",
+        f"cores.{priority()} `python -m benchmarks.weights`",
     ]
     for ranks in options.ranks:
         for saved, loaded in loads:
             of_torch, model = getattr(torch, loaded), str(folder / saved)
-            memory = {kind: memory_of(model, ranks, of_torch, kind) for kind in options.kind or KINDS}
-            seconds = load_seconds(model, ranks, of_torch, options.runs) if options.runs else {}
+            cast = weights * (1 + getattr(torch, saved).itemsize // 2) if saved != loaded else 0
+            kinds = options.kind or [kind for kind in KINDS if kind != "whole" or _is_free(ranks * cast)]
+            memory = {kind: memory_of(model, ranks, of_torch, kind) for kind in kinds}
+            seconds = load_seconds(model, ranks, of_torch, options.runs) if options.runs and "whole" in kinds else {}
             how = "as in the files" if saved == loaded else f"cast from {saved} in the files"
             lines += ["", f"## {ranks} ranks, {loaded} ({how})", "", *table(memory, seconds, weights, ranks)]
             print("\n".join(lines[-3 - len(memory) :]), flush=True)
             if options.write:  # what is measured so far
                 write_page("\n".join(lines) + "\n", options.write)
     return lines
+
+
+def _is_free(num_bytes: int) -> bool:
+    """Whether so much memory is free, and a quarter more."""
+    from patchpar.launch.host_memory import free_memory
+
+    return 1.25 * num_bytes < (free_memory() or 0)
 
 
 def _how_timed(runs: int) -> str:

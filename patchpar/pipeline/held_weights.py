@@ -147,7 +147,8 @@ class HeldWeights:
         mesh = (self._connect(), self._all_of(plan)) if together else None
         casts = DeferredCasts() if casts is None else casts
         try:
-            self._refuse(pipe, plan, axis, mesh)
+            if not is_loaded or plan.weights == "hosted":  # of a loaded one nothing is lost that a refusal would keep
+                self._refuse(pipe, plan, axis, mesh)
             self._plan, self._ranks, self._held = plan, None, {}
             with nullcontext() if mesh is None else moved_by_all(mesh):
                 for network, weights in each_in_shards(pipe, plan, axis, self._device, casts.copy):
