@@ -116,7 +116,11 @@ class MeasuredRank(PipelineRunner):
         }
 
     def load_seconds(self, folder: str, plan: Plan, dtype: torch.dtype, copied: bool) -> float:
-        """Seconds of loading a model, which is dropped afterwards; with `copied`, and of copying all its weights."""
+        """Seconds of loading a model, which is dropped afterwards; with `copied`, and of copying all its weights.
+
+        Into memory that this process does not have yet, as when it has just started.
+        """
+        return_freed_memory()
         start, rank = time.perf_counter(), PipelineRunner(self.context)
         self._connection_of_loading = rank._connection  # lives on: other ranks may wait for its messages
         rank.load(folder, {"torch_dtype": dtype}, 0, plan)

@@ -3,11 +3,9 @@
 import bisect
 import ctypes
 import mmap
-import re
 import sys
 from pathlib import Path
 
-MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \d+ +(/.*)")
 OURS = "/memfd:patchpar-block"  # a pipeline from the caller
 POPULATE_WRITE = 23  # of madvise; Python has no name for it
 NO_FILES = ("/dev/", "/memfd:", "/SYSV", "/anon_hugepage")  # whose pages would be lost
@@ -24,10 +22,11 @@ class FilePages:
         self._ends: list[int] = []
         table = Path("/proc/self/maps")
         for line in table.read_text().splitlines() if sys.platform == "linux" and table.exists() else ():
-            found = MAPPING.fullmatch(line)
-            if found and found[3].endswith("p") and _is_of_a_file(found[4]):
-                self._starts.append(int(found[1], 16))
-                self._ends.append(int(found[2], 16))
+            memory, kind, _, _, _, *path = line.split(maxsplit=5)
+            if path and kind.endswith("p") and _is_of_a_file(path[0]):
+                first, last = memory.split("-")
+                self._starts.append(int(first, 16))
+                self._ends.append(int(last, 16))
 
     def have(self, address: int, num_bytes: int) -> bool:
         """Whether these bytes are in one mapping of a file."""
@@ -42,7 +41,7 @@ class FilePages:
 
 
 def _is_of_a_file(path: str) -> bool:
-    return path.startswith(OURS) or not path.startswith(NO_FILES)
+    return path.startswith(OURS) or (path.startswith("/") and not path.startswith(NO_FILES))
 
 
 def take_pages(address: int, num_bytes: int) -> None:

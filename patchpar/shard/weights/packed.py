@@ -194,11 +194,21 @@ def _is_offloaded(network: nn.Module) -> bool:
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
     """Return the items of the outermost lists by path, each once."""
     found: dict[str, nn.Module] = {}
-    for path, module in network.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not inside and path not in found:
-            found |= {f"{path}.{name}".lstrip("."): item for name, item in module.named_children()}
+    for path, blocks in _outermost_lists(network, "", set()):
+        found |= {f"{path}{name}": item for name, item in blocks.named_children()}
     return found
+
+
+def _outermost_lists(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Yield lists with what the paths of their items begin with. `seen`: modules that are not looked into."""
+    if isinstance(module, nn.ModuleList):
+        seen.update(module.modules())
+        yield path, module
+        return
+    seen.add(module)
+    for name, child in module.named_children():
+        if child not in seen:
+            yield from _outermost_lists(child, f"{path}{name}.", seen)
 
 
 def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tuple[int, Tensor]]:
