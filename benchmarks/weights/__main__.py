@@ -6,13 +6,12 @@
     python -m benchmarks.weights --ranks 4 --kind sharded --kind hosted --runs 0 --load float32:bfloat16
 
 A FLUX-type transformer with random weights is saved in bfloat16, or in float32, and loaded by CPU workers in the dtype
-of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_* in
-/proc/self/smaps_rollup, sampled every 20 ms), beyond what it had before; the most of all ranks, of new processes. Of
-shards, which all ranks of a CPU host map, a rank has those that nobody else has read, and its part of the others
-(Pss). W: bytes of all weights; slots: the buffers in which blocks run. Times: medians, of the slowest rank; the kinds
-of weights take turns. In the dtype of the files whole weights on a CPU are pages of the files, which are not read
-while they are loaded: a GPU would get them then, so that there is also the time with every weight copied once, to
-memory that is kept.
+of the files or in another one, which has to be cast. Memory: what only the process of a rank has (Private_Dirty in
+/proc/self/smaps_rollup, sampled every 20 ms), beyond what it had before, and its own shards, which all ranks of a CPU
+host map; the most of all ranks, of new processes. W: bytes of all weights; slots: the buffers in which blocks run.
+Times: medians, of the slowest rank; the kinds of weights take turns. In the dtype of the files whole and sharded
+weights on a CPU are pages of the files, which are not read while they are loaded: a GPU, or host memory for one, would
+get them then, so that there is also the time of whole weights with each copied once, to memory that is kept.
 """
 
 from __future__ import annotations
@@ -69,9 +68,9 @@ def page(folder: Path, options: argparse.Namespace) -> list[str]:
         "",
         f"A FLUX-type model of random weights ({options.double} double and {options.single} single blocks of width "
         f"{64 * options.heads}), W = {_mb(weights)} in two bytes each, on CPU workers with one thread each. "
-        "Memory is what only the process of a rank has, beyond what it had before, with its part of shards that the "
-        "others read where they lie, and without pages of files, which the system has once for all ranks: the most of "
-        "all ranks. Limit: the "
+        "Memory is what only the process of a rank has, beyond what it had before, with its own shards, which the "
+        "others read where they lie, and without pages of files, which the system has once for all ranks and can drop: "
+        "the most of all ranks. Limit: the "
         f"part of W that a rank keeps, the slots, and {MARGIN:.0%} of W. Of hosted weights that part is in host "
         "memory, which the system counts as a process's own until another one has read it, in the first image "
         "(unshared: before it, and after the last); then all ranks have it in common, and the limit is less. "

@@ -19,34 +19,35 @@ from patchpar.plan.plan import Plan
 
 SECONDS = 0.02  # between two samples
 SEGMENT = "patchpar-weights"  # what the system calls memory for weights that other ranks map
-PRIVATE = ("Private_Clean:", "Private_Dirty:")
+OWN = "rw-s"  # how a rank maps what it has written for others; those of other ranks it maps with writes of its own
+PRIVATE = "Private_Dirty:"  # what is clean is in a file, and the system can drop it
 
 
 def memory_of_process(*, with_shards: bool = False) -> int:
-    """Bytes that only this process has, without untouched memory.
+    """Bytes that only this process has, without untouched memory and pages of files.
 
-    `with_shards`: and those of shards that other ranks of the host have read, each divided by the number of ranks.
+    `with_shards`: and its own shards, also those that other ranks of the host have read.
     """
     private = 0
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, size, *_ = line.split()
-        private += int(size) * 1024 if name in PRIVATE else 0
-    return private + (_in_segments(("Pss:",)) - _in_segments(PRIVATE) if with_shards else 0)
+        private += int(size) * 1024 if name == PRIVATE else 0
+    return private + (_in_own_segments("Rss:") - _in_own_segments(PRIVATE) if with_shards else 0)
 
 
 def unshared_host_memory() -> int:
     """Bytes of hosted weights that only this process has read or written so far: others have them from then on."""
-    return _in_segments(PRIVATE)
+    return _in_own_segments(PRIVATE)
 
 
-def _in_segments(names: tuple[str, ...]) -> int:
-    """Bytes of memory for weights that several ranks map, of these kinds."""
+def _in_own_segments(kind: str) -> int:
+    """Bytes of memory for weights that this rank writes to and others map, of this kind."""
     total, is_segment = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, size, *_ = line.split()
         if not name.endswith(":"):  # the first line of a mapping, with its addresses and the name of its file
-            is_segment = SEGMENT in line
-        elif is_segment and name in names:
+            is_segment = SEGMENT in line and size == OWN
+        elif is_segment and name == kind:
             total += int(size) * 1024
     return total
 

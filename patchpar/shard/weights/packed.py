@@ -143,14 +143,15 @@ def packed_blocks(
     """
     blocks, kind = blocks_outside_graphs(network, blocks_of(network)), type(network).__name__
     allowed = [device, HOST] if on_the_host else [device]
-    elsewhere = next((x.device for _, x in _tensors_of(network, blocks) if not _is_on(x.device, allowed)), None)
+    owners = list(_tensors_of(network, blocks))
+    elsewhere = next((x.device for _, x in owners if not _is_on(x.device, allowed)), None)
     if elsewhere is not None or _is_offloaded(network):
         where = "hooks that move its weights" if elsewhere is None else f"weights on {elsewhere}"
         raise UnsupportedModel(
             f"{kind} has {where}, but this rank is on {device}: weights=sharded and weights=hosted take the place of "
             "offloading; load the model without it, or use weights=whole"
         )
-    found = _packed(network, blocks, ranks)
+    found = _packed(owners, blocks, ranks)
     total = sum(block.num_bytes for block in found)
     found = [block for block in found if block.num_bytes * LEAST >= total]
     if not found and (opaque := opaque_weights(blocks.values())):
@@ -243,9 +244,11 @@ def plain_tensors(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-def _packed(network: nn.Module, blocks: dict[str, nn.Module], ranks: int) -> list[PackedBlock]:
-    owners, left_out = list(_tensors_of(network, blocks)), set[int]()
+def _packed(owners: list[tuple[int, Tensor]], blocks: dict[str, nn.Module], ranks: int) -> list[PackedBlock]:
+    left_out = set[int]()
     for group in _overlapping([x for _, x in owners]):
+        if len(group) == 1:
+            continue
         ranges = {_range_of(owners[number][1]) for number in group}
         if len(ranges) > 1 or len({owners[number][0] for number in group}) > 1:
             left_out |= set(group)
@@ -272,8 +275,7 @@ def _overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield the indices of tensors of any shape whose memory overlaps, of all of them, in groups."""
     group: list[int] = []
     end = 0
-    for number in sorted(range(len(tensors)), key=lambda number: _range_of(tensors[number])):
-        first, last = _range_of(tensors[number])
+    for (first, last), number in sorted((_range_of(x), number) for number, x in enumerate(tensors)):
         if group and first >= end:
             yield group
             group, end = [], 0
