@@ -38,8 +38,9 @@ def opaque_weights(modules: Iterable[nn.Module]) -> str:
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None and not hasattr(x, "__tensor_flatten__") and x.numel() and not is_plain(x):
                 found[f"{type(x).__name__} ({x.dtype}) in {kind}"] += 1
-        found[f"ScriptObject in {kind}"] += sum(isinstance(x, torch.ScriptObject) for x in vars(module).values())
-    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()) if count)
+        for _ in [x for x in vars(module).values() if isinstance(x, torch.ScriptObject)]:
+            found[f"ScriptObject in {kind}"] += 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
 
 
 def say_what_stays_whole(network: nn.Module, modules: Iterable[nn.Module], axis: Axis) -> None:
