@@ -392,12 +392,12 @@ def weights_in_files(this: PoolRank, folder: str, in_memory: tuple[int, ...], ki
     before, wanted = state_of(network), network(x)
     addresses = [each.data_ptr() for each in network.blocks.parameters()]
 
-    def are_in_place() -> bool:
+    def lie_in_file() -> bool:
         return addresses == [each.data_ptr() for each in network.blocks.parameters()]
 
     weights = divided(this, network, kind)
     outputs = [equal(network(x), wanted) for _ in range(2)]
-    found = {"in place": are_in_place(), "held": weights.store.num_bytes, "sent": dict(weights.comm.traffic.bytes_sent)}
+    found = {"in file": lie_in_file(), "held": weights.store.num_bytes, "sent": dict(weights.comm.traffic.bytes_sent)}
     network.blocks[0].shift.add_(1.0)  # by this rank, which the others do not see
     weights.restore()
     is_changed = not equal(network.blocks[0].shift, before["blocks.0.shift"][0])
@@ -406,6 +406,6 @@ def weights_in_files(this: PoolRank, folder: str, in_memory: tuple[int, ...], ki
         **found,
         "equal": outputs,
         "restored": same_state(network, before),
-        "after": are_in_place(),
+        "after": lie_in_file(),
         "changed": is_changed,
     }

@@ -76,7 +76,7 @@ def test_weights_in_files_stay_there_if_they_are_in_files_on_all_ranks(
         assert found["equal"] == [True, True]
         assert found["restored"]
         assert found["changed"] == (kind == "sharded"), "what a rank writes to mapped weights stays"
-        assert found["in place"] == found["after"] == stays, rank
+        assert found["in file"] == found["after"] == stays, rank
         assert (found["held"] == 0) == stays
         assert found["sent"]["weights"] > 0, "counted as anywhere"
 

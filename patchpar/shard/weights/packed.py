@@ -21,11 +21,11 @@ from patchpar.launch.file_pages import FilePages
 from patchpar.shard.group_offload import is_offloaded
 from patchpar.shard.verification import is_alike
 from patchpar.shard.weights.left_whole import adapter_modules, blocks_outside_graphs, is_plain, opaque_weights
+from patchpar.shard.weights.memory_ranges import overlapping, range_of, span_of
 from patchpar.shard.weights.offsets import offsets_in_parts, part_bytes
 
 LEAST = 1000  # blocks with less than this part of a network's bytes are not worth a gather
 OUTSIDE = -1
-APART = 2**48  # bytes between made-up addresses
 HOST = torch.device("cpu")
 NAN_BYTE = 0xFF  # a NaN in every floating-point dtype of torch, when all bytes have this value
 CopyMemory = Callable[[Tensor, int, int, Tensor], object]
@@ -35,7 +35,7 @@ CopyMemory = Callable[[Tensor, int, int, Tensor], object]
 def memory_of(x: Tensor, first: int, last: int) -> Tensor:
     """Return bytes of the memory of `x`, of any shape, as [last - first], with what lies between its elements."""
     with torch._C.DisableTorchFunctionSubclass():
-        return x.detach().as_subclass(Tensor).as_strided((_span(x),), (1,)).view(torch.uint8)[first:last]
+        return x.detach().as_subclass(Tensor).as_strided((span_of(x),), (1,)).view(torch.uint8)[first:last]
 
 
 def copy_memory(x: Tensor, first: int, last: int, into: Tensor) -> None:
@@ -246,10 +246,10 @@ def plain_tensors(x: Tensor) -> Iterator[Tensor]:
 
 def _packed(owners: list[tuple[int, Tensor]], blocks: dict[str, nn.Module], ranks: int) -> list[PackedBlock]:
     left_out = set[int]()
-    for group in _overlapping([x for _, x in owners]):
+    for group in overlapping([x for _, x in owners]):
         if len(group) == 1:
             continue
-        ranges = {_range_of(owners[number][1]) for number in group}
+        ranges = {range_of(owners[number][1]) for number in group}
         if len(ranges) > 1 or len({owners[number][0] for number in group}) > 1:
             left_out |= set(group)
     by_block: dict[int, list[Tensor]] = defaultdict(list)
@@ -261,7 +261,7 @@ def _packed(owners: list[tuple[int, Tensor]], blocks: dict[str, nn.Module], rank
 
 
 def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor], ranks: int) -> PackedBlock:
-    ranges = {x: _range_of(x) for x in tensors}
+    ranges = {x: range_of(x) for x in tensors}
     sizes = {memory: memory[1] - memory[0] for memory in ranges.values()}  # of tied ones once
     offsets = dict(zip(sizes, offsets_in_parts([*sizes.values()], ranks), strict=True))
     packed = [
@@ -271,36 +271,6 @@ def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor], ranks: int) -
     return PackedBlock(name, module, tuple(packed), max(offset + sizes[memory] for memory, offset in offsets.items()))
 
 
-def _overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors of any shape whose memory overlaps, of all of them, in groups."""
-    group: list[int] = []
-    end = 0
-    for (first, last), number in sorted((_range_of(x), number) for number, x in enumerate(tensors)):
-        if group and first >= end:
-            yield group
-            group, end = [], 0
-        group.append(number)
-        end = max(end, last)
-    if group:
-        yield group
-
-
 def _nan_view(packed: PackedTensor) -> Tensor:
     element = torch.full((packed.dtype.itemsize,), NAN_BYTE, dtype=torch.uint8, device=packed.tensor.device)
     return element.view(packed.dtype).as_strided(packed.shape, (0,) * len(packed.shape))
-
-
-def _span(x: Tensor) -> int:
-    """Return the number of elements from the first to the last of `x`, of any shape, in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
-def _range_of(x: Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of `x`, of any shape, and of the first one after it."""
-    first = x.data_ptr() if not x.is_meta else _made_up_address(x)
-    return first, first + _span(x) * x.element_size()
-
-
-def _made_up_address(x: Tensor) -> int:
-    """Return where a tensor of any shape without memory would begin if storages were far apart."""
-    return x.untyped_storage()._cdata * APART + x.storage_offset() * x.element_size()
