@@ -1,4 +1,4 @@
-"""Between two blocks a stage of a stream does not wait for its GPU: what the host makes is copied from pinned memory."""
+"""Between two blocks a stage of a stream waits for its GPU nowhere: what the host makes comes from pinned memory."""
 
 from __future__ import annotations
 
