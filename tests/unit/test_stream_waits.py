@@ -229,7 +229,9 @@ def test_other_backends_of_streams_have_the_deadline_too(
     assert line.waits is not None
     monkeypatch.setattr(torch.distributed, "new_group", lambda *_: blocked.wait(60))
     try:
-        with pytest.raises(ExchangeError, match=rf"the group of ranks \[0, 2\] of {backend} is not there within 0\.5 s"):
+        with pytest.raises(
+            ExchangeError, match=rf"the group of ranks \[0, 2\] of {backend} is not there within 0\.5 s"
+        ):
             form_groups(line, [(0, 2)], symmetric_memory=False)
     finally:
         blocked.set()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, with_own_lists
@@ -21,6 +21,7 @@ from patchpar.shard.fingerprint import Fingerprint
 from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.unsupported_model import is_out_of_memory
 from patchpar.shard.verification import (
     Call,
     Comparison,
@@ -143,8 +144,17 @@ class GuidanceCheck:
         self._remember(form, before)
 
     def _compared(self, plain: Callable[..., Any], call: Call, joined: Any) -> Iterator[list[Comparison]]:
-        args, kwargs = call
+        """Compare the call; with fewer tokens where a rank has no memory for a plain forward of the whole batch."""
+        want: list[Tensor] | None = None
         with torch.no_grad():
-            want = floats_in(plain(*args, **kwargs))
+            try:
+                want = floats_in(plain(*call[0], **call[1]))
+            except Exception as error:
+                if not (self.carriers.alone and is_out_of_memory(error)):
+                    raise
+            fits = self.carriers.every_rank(want is not None)
+            if not fits or want is None:
+                yield [self.carriers.compared_smaller(plain, call)]
+                return
         error = max(relative_error(x, y) for x, y in zip(floats_in(joined), want, strict=True))
         yield [Comparison(error, rounding_limit(want))]
