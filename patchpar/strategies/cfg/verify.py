@@ -145,16 +145,21 @@ class GuidanceCheck:
 
     def _compared(self, plain: Callable[..., Any], call: Call, joined: Any) -> Iterator[list[Comparison]]:
         """Compare the call; with fewer tokens where a rank has no memory for a plain forward of the whole batch."""
-        want: list[Tensor] | None = None
         with torch.no_grad():
-            try:
-                want = floats_in(plain(*call[0], **call[1]))
-            except Exception as error:
-                if not (self.carriers.alone and is_out_of_memory(error)):
-                    raise
+            want = self._plain_prediction(plain, call)
             fits = self.carriers.every_rank(want is not None)
             if not fits or want is None:
-                yield [self.carriers.compared_smaller(plain, call)]
-                return
-        error = max(relative_error(x, y) for x, y in zip(floats_in(joined), want, strict=True))
-        yield [Comparison(error, rounding_limit(want))]
+                found = self.carriers.compared_smaller(plain, call)
+            else:
+                error = max(relative_error(x, y) for x, y in zip(floats_in(joined), want, strict=True))
+                found = Comparison(error, rounding_limit(want))
+        yield [found]
+
+    def _plain_prediction(self, plain: Callable[..., Any], call: Call) -> list[Tensor] | None:
+        """Return what the plain forward returns; None where this rank has no memory for it."""
+        try:
+            return floats_in(plain(*call[0], **call[1]))
+        except Exception as failure:
+            if not (self.carriers.alone and is_out_of_memory(failure)):
+                raise
+            return None
