@@ -93,6 +93,16 @@ MAY_NAME_ACCELERATORS = {
     "launch.accelerators": "the facts by type",
     "pipeline.component_proxy": "a method of networks",
 }
+NAMES_OF_BACKENDS = {"nccl", "xccl", "hccl", "gloo", "mpi"}
+# Everything else asks whether a backend is one of HOST_BACKENDS: those of all accelerators work in streams.
+MAY_NAME_BACKENDS = {
+    "launch.accelerators": "those whose waits block the process",
+    "launch.nccl_failures": "NCCL, which has settings and groups of its own",
+    "launch.control_group": "a group for what ranks tell one another, on the CPU",
+    "launch.remote_errors": "what errors of torch say",
+    "cli.gpu_facts": "a version that doctor prints",
+    "cli.doctor": "a version that doctor prints",
+}
 # Modules that intercept calls of torch, with the reason. Any other uses HookSet and SdpaMode.
 MAY_INTERCEPT = {
     "shard.hooks": ("hooks of modules, installed and removed in one place", {"hook"}),
@@ -303,6 +313,18 @@ def test_one_module_knows_the_types_of_accelerators() -> None:
 def test_every_exception_names_an_accelerator() -> None:
     for module in MAY_NAME_ACCELERATORS:
         assert accelerators_named((PACKAGE / module.replace(".", "/")).with_suffix(".py").read_text()), module
+
+
+def backends_named(source: str) -> list[str]:
+    """Return the strings by which a source names a backend of torch.distributed."""
+    texts = [node.value for node in nodes_of(source) if isinstance(node, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and text in NAMES_OF_BACKENDS]
+
+
+def test_few_modules_know_a_backend_by_name() -> None:
+    named = {dotted(path): backends_named(path.read_text()) for path in FILES}
+    assert {module for module, names in named.items() if names} == MAY_NAME_BACKENDS.keys()
+    assert backends_named("if backend == 'nccl': ...") == ["nccl"]
 
 
 def interceptions(source: str) -> set[str]:

@@ -251,6 +251,7 @@ _OPERATORS: dict[Any, Callable[..., Any]] = {
     Tensor.__getitem__: _indexed,
     Tensor.__setitem__: _set,
     Tensor.copy_: _copied,
+    Tensor.pin_memory: Tensor.clone,
     Tensor.contiguous: _contiguous,
     F.scaled_dot_product_attention: _attention,
 }

@@ -109,6 +109,7 @@ class InstalledPlan:
                 takes_all = plan.stage > 1 or (plan.patch > 1 and any(conditioners_of(self.pipe)))
                 together = mesh.of_one_image() if takes_all else None  # a plain forward runs stages, or gathers bands
                 check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch, together=together)
+                check.carriers.alone &= plain_calls_take_one_rank(plan, self.weights)
             votes = CacheVote(module, comm, [mesh[name] for name in ("patch", "cfg", "data")], clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.watch_prompts(module, (comm, mesh.of_one_image()), mesh["data"], verifications)

@@ -10,6 +10,7 @@ A call that fills a cache, one that writes to its arguments and returns them, is
 All ranks run this, or none: an argument may be received from the other ranks when it is used.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,19 +20,24 @@ from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
-from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.argument_changes import gives_back, without_given, written
 from patchpar.shard.batch import Batch, count_branches, sample_of
 from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.precision import full_precision
 from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.latent import name_of_latent
 from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
-from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.unsupported_model import in_one_line, is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import (
     Call,
+    Comparison,
     arguments_of,
     call_signature,
+    every_rank_has,
     fingerprint_of,
     known_to_all,
     relative_error,
@@ -50,7 +56,9 @@ Layers = Callable[[], Sequence[nn.Module]]  # layers that treat branches differe
 class BatchArguments:
     """The arguments of one network that carry the batch, which the ranks of an axis split.
 
-    `known_to_all`: whether all ranks have a verification result, as `verification.known_to_all`.
+    `known_to_all`: whether all ranks have a verification result, as `verification.known_to_all`. `alone`: whether a
+    rank makes a plain forward alone; else one that does not fit a device fails the call. `every_rank`: whether
+    something is so on all ranks.
     """
 
     def __init__(
@@ -62,7 +70,8 @@ class BatchArguments:
         by_branch: Layers = tuple,
     ) -> None:
         self.network, self.ranks, self.verifications, self.known_to_all = network, ranks, verifications, known_to_all
-        self.by_branch = by_branch
+        self.by_branch, self.alone = by_branch, True
+        self.every_rank: Callable[[bool], bool] = bool
         self._known: list[tuple[Any, Found]] = []
 
     def of(self, plain: Plain, call: Call) -> Found:
@@ -86,15 +95,57 @@ class BatchArguments:
         found = self.verifications.find(key, "carriers", _read)
         if not self.known_to_all(key, found is not None) or found is None:
             with caches_set_aside(self.network), torch.no_grad(), full_precision():
-                found = self._found(plain, call)
+                found = self._found_within_memory(plain, call)
             self.verifications.remember(key, facts, carriers=found)
         return found
+
+    def _found_within_memory(self, plain: Plain, call: Call) -> Found:
+        """Return what is found in the call, or in one with fewer tokens if a rank has no memory for the whole batch.
+
+        The same arguments carry the batch at any size.
+        """
+        found: Found | None = None
+        try:
+            found = self._found(plain, call)
+        except Exception as error:
+            if not (self.alone and is_out_of_memory(error)):
+                raise
+        everywhere = not self.alone or self.every_rank(found is not None)
+        return found if everywhere and found is not None else self._found(plain, self._smaller(plain, call))
+
+    def _smaller(self, plain: Plain, call: Call) -> Call:
+        """Return the largest call with fewer tokens that every rank can run. Raises PlanError where none can be."""
+        arguments = CallArguments.of(self.network, *call)
+        for each in smaller_calls(arguments, name_of_latent(self.network, arguments)):
+            fits = False
+            try:
+                each.passed_to(plain)
+                fits = True
+            except Exception as error:  # other arguments may hold the number of tokens
+                if not (is_out_of_memory(error) or is_of_the_split(error)):
+                    raise
+            if self.every_rank(fits):
+                return each.args, each.kwargs
+        raise PlanError(
+            f"a plain forward of {type(self.network).__name__} with both guidance branches, with which the split one "
+            "is compared, does not fit in the memory of every rank, nor is there one with fewer tokens: verify=False "
+            "leaves the comparison out"
+        )
+
+    def compared_smaller(self, plain: Plain, call: Call) -> Comparison:
+        """Return how far joined parts of a call with fewer tokens are from the whole, where `call` does not fit.
+
+        Collective. Raises PlanError.
+        """
+        found = self.of(plain, call)
+        with full_precision():
+            return self._compared(plain, self._smaller(plain, call), found)
 
     def _found(self, plain: Plain, call: Call) -> Found:
         failures: list[Exception] = []
         for found in self._ways(plain, call):
             try:
-                error = self._error(plain, call, found)
+                compared = self._compared(plain, call, found)
             except _FillsACache:
                 return NOT_SHARED
             except Exception as failure:
@@ -102,9 +153,9 @@ class BatchArguments:
                     raise
                 failures.append(failure)
             else:
-                if error is None:
+                if compared.error <= compared.limit:
                     return found
-                failures.append(VerificationError(f"off by {error:.1e}"))
+                failures.append(VerificationError(f"off by {compared.error:.1e}"))
         unsupported = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
         reasons = "; ".join(dict.fromkeys(map(in_one_line, failures)))
         raise unsupported or VerificationError(
@@ -122,9 +173,9 @@ class BatchArguments:
             yield {**dict.fromkeys(unmoved), **found}
             yield {**unmoved, **found}
 
-    def _error(self, plain: Plain, call: Call, found: Found) -> float | None:
-        """Return the relative error of joined parts against the whole; None within rounding."""
-        batch = Batch.of(sample_of(*call), found)
+    def _compared(self, plain: Plain, call: Call, found: Found) -> Comparison:
+        """Return the relative error of joined parts against the whole, the first that rounding does not explain."""
+        batch, worst = Batch.of(sample_of(*call), found), Comparison(0.0, math.inf)
         for each in (call, with_noise_for_zeros(call)):
             if each is None:
                 continue
@@ -132,9 +183,10 @@ class BatchArguments:
             parts = [self._part(plain, each, batch, rank) for rank in range(self.ranks)]
             want, got = floats_in(batch.as_joined(whole, parts)), floats_in(batch.join(parts))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
-            if not error <= rounding_limit(want):
-                return error
-        return None
+            worst = max(worst, Comparison(error, rounding_limit(want)))
+            if not worst.error <= worst.limit:
+                break
+        return worst
 
     def _part(self, plain: Plain, call: Call, batch: Batch, rank: int) -> Any:
         """Return the output of one rank's part."""
@@ -170,7 +222,9 @@ def carriers_of(
     """
     comm, axis = mesh
     agreed = partial(known_to_all, (comm, together or axis), type(network).__name__)
-    return BatchArguments(network, axis.size, verifications, agreed, by_branch)
+    found = BatchArguments(network, axis.size, verifications, agreed, by_branch)
+    found.alone, found.every_rank = together is None, partial(every_rank_has, mesh, "memory")
+    return found
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:

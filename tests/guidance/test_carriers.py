@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import VerificationError
+from patchpar.pipeline import denoiser_hook
 from patchpar.shard.argument_changes import gives_back, with_given, without_given
 from patchpar.shard.batch import Batch
 from patchpar.shard.batch_arguments import NOT_SHARED, BatchArguments, carriers_in
@@ -177,6 +179,48 @@ def test_pipelines(name: str, tmp_path: Path) -> None:
     want = plain(name, **options)
     for got in shared(name, "cfg=2", tmp_path, **options):
         assert relative(got, want) <= TOLERANCE
+
+
+def without_room(monkeypatch: pytest.MonkeyPatch, short: tuple[int, ...], *, mixes: bool = False) -> list[int]:
+    """Some ranks, here threads, have no memory for both branches of 32 x 32 latents; returns widths of such calls."""
+    on_own_lists, tried = denoiser_hook.on_own_lists, list[int]()
+
+    def limited(plain: Any) -> Any:
+        forward = on_own_lists(plain)
+
+        def run(sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if len(sample) == 2:
+                tried.append(sample.shape[-1])
+                if sample.shape[-1] > 16 and int(threading.current_thread().name.rpartition("_")[2]) in short:
+                    raise torch.OutOfMemoryError("both branches do not fit")
+            output = forward(sample, *args, **kwargs)
+            return (output[0] + output[0].mean(0), *output[1:]) if mixes else output
+
+        return run
+
+    monkeypatch.setattr(denoiser_hook, "on_own_lists", limited)
+    return tried
+
+
+@pytest.mark.parametrize("short", [(0, 1), (1,)])
+def test_where_both_branches_do_not_fit_fewer_tokens_are_compared(
+    short: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has memory for its own branch: a comparison that takes more refuses nothing."""
+    size = {"height": 256, "width": 256}
+    want = plain("sd", **size)
+    tried = without_room(monkeypatch, short)
+    for got in shared("sd", "cfg=2", tmp_path, **size):
+        assert relative(got, want) <= TOLERANCE
+    assert set(tried) == {32, 16}
+
+
+def test_branches_that_are_mixed_are_found_with_fewer_tokens_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room(monkeypatch, (0, 1), mixes=True)
+    with pytest.raises(VerificationError, match="UNet2DConditionModel with its batch shared between 2 ranks"):
+        shared("sd", "cfg=2", tmp_path, height=256, width=256)
 
 
 def test_a_controlnet_whose_parts_do_not_make_the_whole_is_refused(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.stale.stale_layout import StaleLayout, expected_bytes
+from patchpar.shard.stale.cache import StaleBytes
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
@@ -150,18 +150,21 @@ def interrupted(this: PoolRank, run: Run, layer: str) -> list[bool]:
 @torch.no_grad()
 def expected_and_held(this: PoolRank, run: Run) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes held and arriving: as estimated before the first is stored, and as counted after the last evaluation."""
-    checked: list[tuple[StaleLayout, float]] = []
+    checked: list[StaleBytes] = []
     clock = StepClock()
     bands = patched(this, run, clock)
-    with patch(
-        "patchpar.shard.attention.stale.check_room", lambda layout, layers, *_: checked.append((layout, layers))
-    ):
+
+    def noted(expected: StaleBytes, *_: object) -> None:
+        checked.append(expected)
+
+    where = "patchpar.shard.attention"
+    with patch(f"{where}.stale.check_room", noted), patch(f"{where}.stale_partials.check_room", noted):
         for evaluation in range(run.evaluations):
             evaluate(bands, clock, run, evaluation)
     bands.finish()
     assert bands.history is not None
-    ((layout, layers),) = checked
-    return expected_bytes(layout, layers), bands.history.cache.num_bytes()
+    (expected,) = checked
+    return expected, bands.history.cache.num_bytes()
 
 
 @torch.no_grad()

@@ -110,6 +110,15 @@ def test_a_call_is_estimated_from_its_first_layer(ranks: Any, strategy: str) -> 
             assert tuple(expected) == tuple(held)
 
 
+PARTIALS = "fresh-edges:context=partials,refresh=2"
+
+
+def test_cached_attention_is_estimated_from_its_first_layer(ranks: Any) -> None:
+    """Seven layers of three sizes, of which about half receive keys in a step: the layers in turn, not by size."""
+    for expected, held in ranks.run(f"{ON_RANKS}:expected_and_held", 2, Run(strategy=PARTIALS, size=(24, 8))):
+        assert sum(expected) == pytest.approx(sum(held), rel=0.15), (expected, held)
+
+
 MESSAGES = (
     "fresh-edges:bits=8",
     "fresh-edges:bits=4,correction=none",
@@ -150,3 +159,9 @@ def test_too_little_memory_is_refused_with_figures(ranks: Any) -> None:
             message,
         )
     assert ranks.run(f"{ON_RANKS}:refused", 2, run, 10**9) == ["nothing"] * 2
+    for message in ranks.run(f"{ON_RANKS}:refused", 2, replace(run, strategy=PARTIALS), 10_000):
+        assert re.match(
+            r"strategy fresh-edges keeps [\d.]+ KiB of attention to others' tokens for the next step on each rank, and "
+            r"receives [\d.]+ KiB more, but only 9\.8 KiB for 2 CPU ranks are free: use strategy exact",
+            message,
+        )

@@ -29,6 +29,7 @@ from patchpar.comm.transport import (
 from patchpar.comm.transport.link_groups import LinkGroups
 from patchpar.comm.transport.stream_waits import ENQUEUED, GLANCE, StreamWaits
 from patchpar.comm.transport.torch_collectives import LARGE
+from patchpar.comm.transport.torch_groups import NCCL_SECONDS
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.launch.hang_detection import WORK_TIMES
@@ -208,6 +209,32 @@ def test_a_group_that_another_rank_does_not_come_to_ends_the_transport(
     blocked.set()
     with pytest.raises(ExchangeError, match=r"not used again.*the group of ranks \[0, 2\]"):
         line.send_recv([], [], "norm1")
+
+
+@pytest.mark.parametrize("backend", ["xccl", "hccl"])
+def test_other_backends_of_streams_have_the_deadline_too(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Those of Intel's and Ascend's accelerators: neither torch's own limit nor a call without an end is waited for."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: f"cpu:{backend}")
+    made, make, blocked = [], torch.distributed.new_group, threading.Event()
+
+    def noted(ranks: Any, timeout: Any, *rest: Any) -> Any:
+        made.append((timeout.total_seconds(), *rest))
+        return make(ranks, timeout, *rest)
+
+    monkeypatch.setattr(torch.distributed, "new_group", noted)
+    line = transport(deadline=0.5)
+    assert made == [(NCCL_SECONDS, backend, None)] * 2, "torch would end the process at the group's own limit"
+    assert line.waits is not None
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *_: blocked.wait(60))
+    try:
+        with pytest.raises(
+            ExchangeError, match=rf"the group of ranks \[0, 2\] of {backend} is not there within 0\.5 s"
+        ):
+            form_groups(line, [(0, 2)], symmetric_memory=False)
+    finally:
+        blocked.set()
 
 
 def test_what_nccl_says_of_the_first_operation_is_passed_on(gpu: Gpu) -> None:

@@ -19,6 +19,7 @@ from patchpar.errors import ExchangeError, LaunchError
 from patchpar.launch.accelerators import HOST_BACKENDS, card_id, default_backend, group_backend
 from patchpar.launch.executor import RankContext
 from patchpar.launch.links import RETRY_SECONDS, RankLink
+from patchpar.launch.nccl_failures import NCCL
 
 T = TypeVar("T", bound=Transport)
 HERE = b"h"  # sent by each rank to each other, so that a rank that did not connect is noticed now and not much later
@@ -40,8 +41,8 @@ def connect(endpoint: RankContext, *, through: str = "auto", ranks: Collection[i
         return TorchTransport(device, endpoint.wait_limit)
     host = SharedMemoryTransport(endpoint.rank, {}, device, endpoint.wait_limit)
     extend(host, endpoint, range(endpoint.world_size) if ranks is None else ranks)
-    has_links = through == "device" and default_backend(device.type) == "nccl"
-    return LinkTransport(host, "nccl", card_id(endpoint.device)) if has_links else host
+    has_links = through == "device" and default_backend(device.type) == NCCL
+    return LinkTransport(host, NCCL, card_id(endpoint.device)) if has_links else host
 
 
 def transport_of_host(transport: Transport) -> Transport:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from patchpar.comm.transport.torch_groups import ProcessGroups, urgent_options
 from patchpar.launch.anonymous_file import anonymous_file
-from patchpar.launch.nccl_failures import failures_are_raised
+from patchpar.launch.nccl_failures import NCCL, failures_are_raised
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -70,7 +70,7 @@ class RendezvousFiles:
 def standalone_group(store: "Store", own: GroupMember) -> Any:
     """Return a group whose ranks meet at `store`. Collective of its ranks. Raises RuntimeError, of torch."""
     at = dist.PrefixStore(own.label, store)  # type: ignore[attr-defined]
-    if own.backend == "nccl":
+    if own.backend == NCCL:
         options = urgent_options(own.timeout) if own.urgent else dist.ProcessGroupNCCL.Options()
         options._timeout = own.timeout
         return dist.ProcessGroupNCCL(at, own.index, len(own.ranks), options)

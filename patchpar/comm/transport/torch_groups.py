@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from patchpar.errors import ExchangeError
-from patchpar.launch.accelerators import current_index, select_device
-from patchpar.launch.nccl_failures import failures_are_raised, name_in_torch
+from patchpar.launch.accelerators import HOST_BACKENDS, current_index, select_device
+from patchpar.launch.nccl_failures import NCCL, failures_are_raised, name_in_torch
 from patchpar.launch.time_limit import TimedOut, longest_wait, time_limited
 
 T = TypeVar("T")
@@ -42,7 +42,8 @@ class ProcessGroups:
 
     def __init__(self, backend: str, device: torch.device, deadline: float) -> None:
         self.backend, self._device, self._deadline = backend, device, deadline
-        seconds = max(NCCL_SECONDS, longest_wait(deadline)) if backend == "nccl" else deadline
+        self._in_streams = backend not in HOST_BACKENDS
+        seconds = max(NCCL_SECONDS, longest_wait(deadline)) if self._in_streams else deadline
         self._timeout = timedelta(seconds=seconds)
         self._formed: set[tuple[tuple[int, ...], bool]] = set()
         self._own: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup] = {}  # with this rank in it
@@ -66,7 +67,7 @@ class ProcessGroups:
     def in_time(self, make: Callable[[], T], what: str) -> T:
         """Return what `make` returns. Raises ExchangeError, after the deadline at the latest: gloo has the same."""
         try:
-            return within(self._deadline, make, self._device) if self.backend == "nccl" else make()
+            return within(self._deadline, make, self._device) if self._in_streams else make()
         except ExchangeError:
             raise
         except TimedOut as error:
@@ -82,7 +83,7 @@ class ProcessGroups:
 
     def _new(self, ranks: tuple[int, ...], *, bulk: bool) -> Any:
         """Return a new group of `ranks`; None on other ranks."""
-        options = urgent_options(self._timeout) if self.backend == "nccl" and not bulk else None
+        options = urgent_options(self._timeout) if self.backend == NCCL and not bulk else None
         made = dist.new_group(list(ranks), self._timeout, name_in_torch(self.backend), options)
         return made if dist.get_rank() in ranks else None
 
@@ -132,7 +133,7 @@ class ProcessGroups:
             self._own.clear()
             release = partial(_release, groups)
             try:
-                within(self._deadline, release, self._device) if groups and self.backend == "nccl" else release()
+                within(self._deadline, release, self._device) if groups and self._in_streams else release()
             except TimedOut:
                 log.error("%d groups of %s have not ended in %g s", len(groups), self.backend, self._deadline)
             except RuntimeError:  # Python begins no thread while it ends

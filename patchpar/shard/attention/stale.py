@@ -23,13 +23,13 @@ from patchpar.shard.attention.fresh_exchange import fits_with_text
 from patchpar.shard.attention.late_tokens import LateTokens
 from patchpar.shard.attention.partial import Partial, attend_locally, merge_partials
 from patchpar.shard.attention.stale_kv import RemoteTokens
-from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials
+from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials, first_partials
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, in_batches
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.stale.send_window import LateExchange
-from patchpar.shard.stale.stale_layout import StaleLayout, check_room
+from patchpar.shard.stale.stale_layout import StaleLayout, check_room, expected_bytes
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
@@ -149,7 +149,8 @@ def _attend_beside_tokens(
     if known is None or late_no_more or (known.layout.text is not text and known.layout.text != text):
         layout = _layout(patch, grid, here, options, text)
         if cache.is_first_state():
-            check_room(layout, patch.layers_like(where), call.key.device, patch.policy.name)
+            expected = expected_bytes(layout, patch.layers_like(where))
+            check_room(expected, patch.axis.size, call.key.device, patch.policy.name, "keys and values")
         entry.state = _new_state(patch, where, entry, layout, call.key)
     state: RemoteTokens = entry.state
     if patch.fresh:
@@ -256,7 +257,7 @@ def _attend_beside_partials(
     assert cache is not None
     layer, cache.attentions = cache.attentions, cache.attentions + 1
     if entry.state is None:
-        entry.state = RemotePartials(options.refresh, patch.axis, grid)
+        entry.state = first_partials(patch, where, grid, call, options.refresh)
     state: RemotePartials = entry.state
 
     def renewed(received: dict[int, list[Tensor]]) -> Partial:

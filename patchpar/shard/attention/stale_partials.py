@@ -3,15 +3,21 @@
 Belongs to one attention exchange point in one guidance call.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.partial import Partial
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.stale.cache import StaleBytes
+from patchpar.shard.stale.stale_layout import check_room
 from patchpar.shard.stale.token_grid import LevelGrid
 
 
@@ -69,3 +75,24 @@ class RemotePartials:
         """Yield the cached output [B, N, l, D] and log-sum-exp [B, N, l]."""
         if self._stored is not None:
             yield from self._stored
+
+
+def first_partials(patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, refresh: int) -> RemotePartials:
+    """Return the state of an exchange point that runs for the first time.
+
+    Raises PlanError, before the first of a call, where those of all layers do not fit the memory.
+    """
+    assert patch.cache is not None
+    if patch.cache.is_first_state():
+        expected = _expected_bytes(refresh, call, grid, patch.axis, patch.layers_like(where))
+        check_room(expected, patch.axis.size, call.key.device, patch.policy.name, "attention to others' tokens")
+    return RemotePartials(refresh, patch.axis, grid)
+
+
+def _expected_bytes(refresh: int, call: AttentionCall, grid: LevelGrid, axis: Axis, layers: float) -> StaleBytes:
+    """Return the bytes that so many such layers keep, and those of the keys and values that some of them receive."""
+    batch, heads, queries, _ = call.query.shape
+    width, elsewhere = call.value.shape[3], grid.total_tokens - grid.num_tokens(axis.rank)
+    held = batch * heads * queries * (width * call.query.element_size() + torch.float32.itemsize)
+    received = sum(batch * elsewhere * x.shape[1] * x.shape[3] * x.element_size() for x in (call.key, call.value))
+    return StaleBytes(round(held * layers), received * math.ceil(layers / refresh))

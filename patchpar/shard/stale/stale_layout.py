@@ -195,16 +195,15 @@ def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
     return StaleBytes(round((one.held + layout.message_bytes) * layers) + layout.workspace_bytes, arriving)
 
 
-def check_room(layout: StaleLayout, layers: float, device: torch.device, strategy: str) -> None:
-    """Raise PlanError if the stale keys and values of a call do not fit: on the CPU, those of all ranks together."""
-    expected, free = expected_bytes(layout, layers), free_bytes(device)
-    ranks, memory = 1, f"of {device}"
+def check_room(expected: StaleBytes, group_size: int, device: torch.device, strategy: str, what: str) -> None:
+    """Raise PlanError if `what` the layers of a call keep does not fit: on the CPU, of all ranks together."""
+    ranks, free, memory = 1, free_bytes(device), f"of {device}"
     if device.type == "cpu":
-        ranks, free, memory = layout.axis.size, free_memory(), f"for {layout.axis.size} CPU ranks"
+        ranks, free, memory = group_size, free_memory(), f"for {group_size} CPU ranks"
     if free is None or ranks * expected.total <= free:
         return
     raise PlanError(
-        f"strategy {strategy} keeps {readable_bytes(expected.held)} of keys and values for the next step on each rank, "
+        f"strategy {strategy} keeps {readable_bytes(expected.held)} of {what} for the next step on each rank, "
         f"and receives {readable_bytes(expected.arriving)} more, but only {readable_bytes(free)} {memory} are free: "
         "use strategy exact, which keeps none, fresh-edges:context=pooled, which keeps averages, or a smaller image"
     )

@@ -9,7 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import patchify, unpatchif
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.host_memory import to_host
+from patchpar.shard.host_memory import to_device, to_host
 
 
 @dataclass(slots=True)
@@ -47,7 +47,8 @@ class WanDecoder:
     def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
         """Decode denoised latents [1, C, F, H, W] to images [frames, 3, height, width] between -1 and 1."""
         vae, latents = self.vae, latents_BCFHW.to(self.vae.dtype)
-        scaled = latents / self._inverse_std.to(latents) + self._mean.to(latents)  # as WanPipeline does it
+        mean, inverse_std = self._scale_of(latents)
+        scaled = latents / inverse_std + mean  # as WanPipeline does it
         frames = vae.post_quant_conv(scaled)
         state.features = state.features or [None] * self._convolutions
         images = []
@@ -73,7 +74,14 @@ class WanDecoder:
 
     def normalized(self, latents_BCFHW: Tensor) -> Tensor:
         """Return the autoencoder's latents [B, C, F, H, W] as transformers take them."""
-        return (latents_BCFHW - self._mean.to(latents_BCFHW)) * self._inverse_std.to(latents_BCFHW)
+        mean, inverse_std = self._scale_of(latents_BCFHW)
+        return (latents_BCFHW - mean) * inverse_std
+
+    def _scale_of(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean and 1 / the standard deviation of latents of any size, in their dtype and on their device."""
+        if self._mean.device != latents.device:  # once: a copy for each block would wait for the device
+            self._mean, self._inverse_std = (to_device(x, latents.device) for x in (self._mean, self._inverse_std))
+        return self._mean.to(latents), self._inverse_std.to(latents)
 
 
 class WanEncoder:

@@ -12,6 +12,8 @@ import torch
 from diffusers.models.embeddings import get_1d_rotary_pos_embed
 from torch import Tensor
 
+from patchpar.shard.host_memory import to_device
+
 Rotary = tuple[Tensor, Tensor]
 
 
@@ -56,7 +58,7 @@ class RotaryPositions:
             torch.cat([time.repeat_interleave(self.grid.tokens, 0), space.repeat(len(frames), 1)], 1)
             for time, space in zip(times, self._space, strict=True)
         )
-        return cos[None, :, None].to(self.device), sin[None, :, None].to(self.device)
+        return to_device(cos[None, :, None], self.device), to_device(sin[None, :, None], self.device)
 
 
 def _table(width: int, positions: Sequence[int]) -> Rotary:

@@ -16,6 +16,7 @@ from patchpar.models.speech.features import SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
 from patchpar.models.speech.parts import SpeechParts
 from patchpar.plan.mesh import Axis
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.causal_wan import CausalWan, Hearing
 from patchpar.stream.causal.checkpoint import RequiredWeights, hearing_of, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
@@ -139,7 +140,7 @@ class StreamRunner(StageRunner):
             return Prompt(text=text, transition=update.transition, over=update.over)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
-            image = from_pixels(update.image[None]).to(self._device)
+            image = from_pixels(to_device(update.image[None], self._device))
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._is_conditioned else None
             if self._hears_speech:
                 video = self._decoder.encode(image, still=NUM_FRAMES - 1)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.loading import load_pipeline, with_dtype
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
@@ -118,9 +119,9 @@ class WanFrames(FrameNetwork):
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
         net = self._transformer
         _, rows, columns = net.config.patch_size
-        timesteps = _timesteps(sigmas, x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns))
+        timesteps = _timesteps(sigmas, x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns), x_BCFHW.device)
         text = text_BTD.to(x_BCFHW.device, net.dtype)
-        out: Tensor = net(x_BCFHW.to(net.dtype), timesteps.to(x_BCFHW.device), text, return_dict=False)[0]
+        out: Tensor = net(x_BCFHW.to(net.dtype), timesteps, text, return_dict=False)[0]
         return out.float()
 
 
@@ -169,7 +170,7 @@ class LtxFrames(FrameNetwork):
         found: Tensor = net(
             hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
             encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
-            timestep=_timesteps(sigmas, rows * columns).to(x_BCFHW.device),
+            timestep=_timesteps(sigmas, rows * columns, x_BCFHW.device),
             encoder_attention_mask=None,  # `encode` removes padding
             num_frames=frames,
             height=rows,
@@ -190,6 +191,7 @@ def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:
     return text_BTD[:, mask_BT[0].bool()]
 
 
-def _timesteps(sigmas: Sequence[float], tokens: int) -> Tensor:
+def _timesteps(sigmas: Sequence[float], tokens: int, device: torch.device) -> Tensor:
     """The timestep of each token, [1, F * tokens], with so many tokens per frame."""
-    return torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(tokens)[None]
+    of_frames = to_device(torch.tensor([1000 * sigma for sigma in sigmas]), device)
+    return of_frames[:, None].expand(-1, tokens).reshape(1, -1)

@@ -52,6 +52,7 @@ class FifoModel:
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
         assert isinstance(change, Prompt), "a FifoSession changes nothing else"
+        change = self._here(change)
         if change.transition == "blend":
             now = self._prompt
             assert now is not None, "a stream begins with a prompt"
@@ -63,6 +64,12 @@ class FifoModel:
             )
         else:
             self._prompt, self._blending = change, ()
+
+    def _here(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its texts on the device: to ranks that get it by message it comes in host memory."""
+        device, negative = self._network.device, prompt.negative
+        negative = None if negative is None else to_device(negative, device)
+        return replace(prompt, text=to_device(prompt.text, device), negative=negative)
 
     @torch.no_grad()
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
