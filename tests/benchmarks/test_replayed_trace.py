@@ -23,7 +23,7 @@ def event(rank: int, what: str, start: float, end: float) -> dict[str, Any]:
 
 
 def events(late: dict[int, float]) -> Iterator[dict[str, Any]]:
-    """In each step both compute, send, wait for the other and compute again. `late`: of a step, what nobody explains."""
+    """In each step both compute, send, wait for the other and compute again. `late`: of a step, without a cause."""
     now = [0.0, 0.0]
     for step, computing in enumerate(COMPUTING):
         start = list(now)
