@@ -53,8 +53,8 @@ HOSTED = ["patch=2,weights=hosted", "patch=3,weights=hosted,resident=1", "cfg=2,
 STAGES = ["stage=2", "cfg=2,stage=2", "stage=2,patch=2", "stage=2,weights=hosted"]
 PIPED = ["stage=2,strategy=piped:warmup_steps=1", "stage=3,strategy=piped:pieces=3"]
 FEATURES = ["tensor=2", "cfg=2,tensor=2", "patch=2,tensor=2"]
-WITH_A_CONTROLNET = ["patch=2", "cfg=2,patch=2", "patch=3,strategy=displaced:warmup_steps=1"]
-WITH_A_CONTROLNET += ["patch=2,strategy=fresh-edges", "patch=2,weights=sharded", "stage=2"]
+WITH_A_CONTROLNET = ["cfg=2,patch=2", "patch=2,weights=sharded", "stage=2"]
+STALE_BESIDE_IT = ["patch=3,strategy=displaced:warmup_steps=1", "patch=2,strategy=fresh-edges"]
 OF_A_UNET = ("sd", ["patch=2,strategy=fresh-edges", "stage=2", "patch=2,weights=hosted"])
 FEATURES_EVERY_DAY = ("sd3", ["tensor=2"])
 
@@ -114,7 +114,11 @@ def bytes_received(found: RecordedRank) -> int:
         + [(name, STAGES) for name in ("sd", "sdxl", "flux", "sd3", "wan", "pixart", "qwen")]
         + [(name, PIPED) for name in ("flux", "pixart", "wan")]
         + [(name, FEATURES) for name in ("flux", "sd3", "wan", "pixart")]
-        + [(name, WITH_A_CONTROLNET) for name in ("sd_controlnet", "sdxl_controlnet")]
+        + [
+            (name, plans)
+            for name in ("sd_controlnet", "sdxl_controlnet")
+            for plans in (WITH_A_CONTROLNET, STALE_BESIDE_IT)
+        ]
         + [FEATURES_EVERY_DAY]
         + [(name, ["patch=2"]) for name in tiny.BUILDERS if name not in NOT_RECORDED]
         + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name not in NOT_RECORDED],
