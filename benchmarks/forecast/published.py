@@ -26,8 +26,8 @@ TORCH = (
     "for in three places. Convolutions of small maps by one processor for each tile, of 64 x 64 or more, would halve "
     "the error of the A100's step of one image below, and make the RTX 4090's a third too long. 1,500 cycles more for "
     "each kernel change the steps by 2 %. The scheduler's waits for the device take "
-    f"[no time that others could measure]({WITHOUT_WAITS}). Maps in the other layout cost 2 ms of a step by the law, "
-    "and 6 by these rows, while for SDXL both are 2."
+    f"[no time that others could measure]({WITHOUT_WAITS}). Maps in the other layout cost 2.5 ms of a step by the law, "
+    "and 6 by these rows, while for SDXL it is 3 and 2."
 )
 OTHER_KERNELS = (
     "Two rows are within 10 % before calibration, and not after it. SDXL by diffusers is "

@@ -37,7 +37,9 @@ On GPU 0: NVIDIA {name} (UUID: GPU-0).
 |---|---|---|---|
 | sdxl | plain | eager | 50 |
 | sdxl | plain | graph | 40 |
+| sdxl | `exact` | exact, eager | 90 |
 | sdxl | `exact` | exact, graph | 20 |
+| sdxl | `pcpp` | stale, graph | 21 |
 | flux | plain | graph | 160 |
 """
 
@@ -51,6 +53,11 @@ class Part:
     @property
     def step(self) -> Part:
         return self
+
+    @property
+    def compute(self) -> float:
+        """Of a rank, which does not wait."""
+        return 0.5 * self.seconds
 
     @property
     def phases(self) -> dict[str, Part]:
@@ -76,19 +83,21 @@ def figures(folder: Path, name: str) -> Path:
 
 def test_forwards_of_one_process_are_read_for_a_device_of_the_catalogue(tmp_path: Path) -> None:
     found = measured.measured(figures(tmp_path, "H100 80GB HBM3"))
-    assert [(each.model, each.device, each.how, each.seconds) for each in found] == [
-        ("sdxl", "H100", "eager", 0.05),
-        ("sdxl", "H100", "graph", 0.04),
-        ("flux", "H100", "graph", 0.16),
+    assert [(each.model, each.device, each.how, each.seconds, each.plan) for each in found] == [
+        ("sdxl", "H100", "eager", 0.05, "single"),
+        ("sdxl", "H100", "graph", 0.04, "single"),
+        ("sdxl", "H100", "graph", 0.02, "patch=4,strategy=exact"),
+        ("flux", "H100", "graph", 0.16, "single"),
     ]
     assert not measured.measured(figures(tmp_path, "T4"))
 
 
 def test_the_longest_graph_calibrates_the_other_model(tmp_path: Path) -> None:
     models: Any = {"sdxl": Priced(0.02), "flux": Priced(0.08)}
-    eager, graph, longest = list(measured.lines(models, figures(tmp_path, "H100")))[-3:]
+    eager, graph, rank, longest = list(measured.lines(models, figures(tmp_path, "H100")))[-4:]
     assert "| 22.0 | -56% | 42.0 | -16% |" in eager
     assert "| 20.0 | -50% | 40.0 | +0% |" in graph
+    assert "| `patch=4,strategy=exact` | graph | 20.0 | 10.0 | -50% | 20.0 | +0% |" in rank, "without its waits"
     assert longest.endswith("| 80.0 | -50% |  |  |")
 
 

@@ -53,6 +53,8 @@ HOSTED = ["patch=2,weights=hosted", "patch=3,weights=hosted,resident=1", "cfg=2,
 STAGES = ["stage=2", "cfg=2,stage=2", "stage=2,patch=2", "stage=2,weights=hosted"]
 PIPED = ["stage=2,strategy=piped:warmup_steps=1", "stage=3,strategy=piped:pieces=3"]
 FEATURES = ["tensor=2", "cfg=2,tensor=2", "patch=2,tensor=2"]
+WITH_A_CONTROLNET = ["cfg=2,patch=2", "patch=2,weights=sharded", "stage=2"]
+STALE_BESIDE_IT = ["patch=3,strategy=displaced:warmup_steps=1", "patch=2,strategy=fresh-edges"]
 OF_A_UNET = ("sd", ["patch=2,strategy=fresh-edges", "stage=2", "patch=2,weights=hosted"])
 FEATURES_EVERY_DAY = ("sd3", ["tensor=2"])
 
@@ -112,6 +114,11 @@ def bytes_received(found: RecordedRank) -> int:
         + [(name, STAGES) for name in ("sd", "sdxl", "flux", "sd3", "wan", "pixart", "qwen")]
         + [(name, PIPED) for name in ("flux", "pixart", "wan")]
         + [(name, FEATURES) for name in ("flux", "sd3", "wan", "pixart")]
+        + [
+            (name, plans)
+            for name in ("sd_controlnet", "sdxl_controlnet")
+            for plans in (WITH_A_CONTROLNET, STALE_BESIDE_IT)
+        ]
         + [FEATURES_EVERY_DAY]
         + [(name, ["patch=2"]) for name in tiny.BUILDERS if name not in NOT_RECORDED]
         + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name not in NOT_RECORDED],
@@ -154,8 +161,19 @@ def test_a_step_of_one_rank_has_the_flops_of_a_dry_run() -> None:
     assert band.peaks["denoise"] < one.peaks["denoise"]
 
 
-def flops(found: RecordedRank) -> int:
-    return sum(entry.flops for entry in steps_of(found.tape)["step 1"] if isinstance(entry, Operator))
+def flops(found: RecordedRank, phase: str = "step 1") -> int:
+    return sum(entry.flops for entry in steps_of(found.tape)[phase] if isinstance(entry, Operator))
+
+
+@pytest.mark.parametrize(("name", "without"), [("sd_controlnet", "sd"), ("sdxl_controlnet", "sdxl")])
+def test_a_step_begins_with_a_network_that_conditions_its_denoiser(name: str, without: str) -> None:
+    """Which is called before it, in the first step too. It is no denoiser that is called again."""
+    for plan in ("single", "patch=2"):
+        (found,) = recorded(name, plan, ranks=1, steps=2)
+        alone = flops(recorded(without, plan, ranks=1, steps=2)[0])
+        assert flops(found, "step 0") == flops(found, "step 1") > 1.2 * alone, plan
+        assert [calls_of(steps_of(found.tape)[f"step {step}"]) for step in range(2)] == [1, 1]
+    assert bytes_sent(steps_of(found.tape)["step 0"]) == bytes_sent(steps_of(found.tape)["step 1"])
 
 
 def test_ranks_on_gpus_exchange_in_operations_of_all() -> None:

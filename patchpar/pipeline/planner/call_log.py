@@ -204,6 +204,11 @@ class LoggedTape(TapeRecorder):
         self._note("denoiser")
         super().denoiser()
 
+    def conditioner(self) -> None:
+        """See TapeRecorder."""
+        self._note("conditioner")
+        super().conditioner()
+
     def step_ended(self) -> None:
         """See TapeRecorder."""
         self._note("step_ended")

@@ -10,7 +10,7 @@ What runs is the pipeline's own code on the meta device with the plan installed 
 without other ranks. So no strategy is described a second time: what it sends is on the tape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
 from patchpar.models.info import denoisers_of
+from patchpar.pipeline.conditioners import conditioners_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
@@ -173,13 +174,15 @@ class Recording:
         return plan.world_size == plan.data or learnt.has_decoded
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
-        def begin(*_: Any) -> None:
+        def begin(note: Callable[[], None], *_: Any) -> None:
             memory.enter(DENOISE)
             memory.merge(DECODE, into=DENOISE)  # what followed the last call was a part of its step
-            tape.denoiser()
+            note()
 
+        for conditioner, _ in conditioners_of(self.pipe):
+            hooks.before(conditioner, partial(begin, tape.conditioner))
         for denoiser in denoisers_of(self.pipe).values():
-            hooks.before(denoiser, begin)
+            hooks.before(denoiser, partial(begin, tape.denoiser))
             hooks.after(denoiser, lambda *_: memory.enter(DECODE))
 
 

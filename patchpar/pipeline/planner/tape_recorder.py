@@ -35,7 +35,9 @@ class Begun(NamedTuple):
 
 
 class TapeRecorder:
-    """The entries of the call since `begin`, and its `steps`. A step begins with its first call of a denoiser.
+    """The entries of the call since `begin`, and its `steps`.
+
+    A step begins with its first call of a denoiser, or of a network that conditions it, such as a ControlNet.
 
     `joined`: messages are those of operations of several ranks, as NCCL has them.
     """
@@ -52,7 +54,7 @@ class TapeRecorder:
         self._announced: Counter[tuple[int, int]] = Counter()
         self._operations: Counter[int] = Counter()
         self._operation = 0
-        self.steps, self._next = 0, True
+        self.steps, self._next, self._is_called = 0, True, False
 
     def operator(self, found: Operator) -> None:
         """Note an operator."""
@@ -109,14 +111,25 @@ class TapeRecorder:
         self._entries.append(Boundary(path))
 
     def denoiser(self) -> None:
-        """Note that a denoiser is called: the first time in a step, the step begins."""
-        is_first, self._next = self._next, False
-        self._entries.append(Boundary(f"step {self.steps}", is_step=True) if is_first else Boundary(AGAIN))
+        """Note that a denoiser is called."""
+        if self._is_called:
+            self._entries.append(Boundary(AGAIN))
+        self._is_called = True
+        self._begin_step()
+
+    def conditioner(self) -> None:
+        """Note that a network is called that conditions a denoiser."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        if self._next:
+            self._entries.append(Boundary(f"step {self.steps}", is_step=True))
+        self._next = False
 
     def step_ended(self) -> None:
         """Note that the scheduler has made a step. What follows is decoding unless another step begins."""
         self._entries.append(Boundary(DECODE, is_step=True))
-        self.steps, self._next = self.steps + 1, True
+        self.steps, self._next, self._is_called = self.steps + 1, True, False
 
     @property
     def tape(self) -> Tape:

@@ -3,10 +3,10 @@
 FLOP/s are dense, with sums in fp32; bytes per second of a port are those of one direction. Parts of a rate that
 products reach are the most that others have measured over many shapes, where they have:
 https://github.com/mag-/gpu_benchmark (A100, H100, MI300X, L40, L40S, RTX4090), and for the L20
-https://github.com/DefTruth/CUDA-Learn-Notes (hgemm, 105 to 115 TFLOP/s). Rates of caches, of reads of data that fits,
-are those that https://github.com/te42kyfo/gpu-benches has measured (A100, H200, L40), and for the RTX 4090
-https://github.com/smallscientist1/cuda_microbenchmark; those of other devices are of the nearest design by processors
-generation, or, for the MI300X, as many times the memory's as on an A100.
+https://github.com/DefTruth/CUDA-Learn-Notes (hgemm, 105 to 115 TFLOP/s). Rates of caches are those of copies of 16 MB
+that https://github.com/smallscientist1/cuda_microbenchmark has measured (A100, H100, RTX 4090). The H200, H800 and H20
+have that of the H100, whose die they are; L20, L40, L40S and RTX 5090 that of the RTX 4090 by processors; the B200 and
+the MI300X as many times the memory's as the H100.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ class DeviceSpec:
     """A device as its maker describes it.
 
     `flops`: per second, for half precision and fp32. `memory_rate`: bytes per second of its own memory; `cache`: bytes
-    of the last level before it, `cache_rate`: bytes per second that it is read with. `nvlink`: bytes per second in one
-    direction to other devices of its host, over NVLink or the like; 0 without one. `pcie`: its generation. `peers`:
-    whether it reaches the memory of others over PCIe, without the host's. `processors`: that compute a tile of a
-    product each (SMs). `matmul_fraction`, `attention_fraction`: how much of the FLOP/s the largest matrix products and
-    attention reach. `tf32`: the part of the rate in half precision that convolutions in fp32 have, which torch computes
-    in TF32 unless told otherwise.
+    of the last level before it, `cache_rate`: bytes per second that are read from it and written to it. `nvlink`: bytes
+    per second in one direction to other devices of its host, over NVLink or the like; 0 without one. `pcie`: its
+    generation. `peers`: whether it reaches the memory of others over PCIe, without the host's. `processors`: that
+    compute a tile of a product each (SMs). `matmul_fraction`, `attention_fraction`: how much of the FLOP/s the largest
+    matrix products and attention reach. `tf32`: the part of the rate in half precision that convolutions in fp32 have,
+    which torch computes in TF32 unless told otherwise.
     """
 
     name: str
@@ -65,7 +65,7 @@ DEVICES = (
         pcie=4,
         matmul_fraction=OVER_A_NETWORK * 267.9 / 312,
         cache=40 * MB,
-        cache_rate=5400 * GB,
+        cache_rate=2167 * GB,
         source=f"{NVIDIA}/a100/ (SXM, 80 GB); {LOCKWOOD}/A100",
     ),
     DeviceSpec(
@@ -78,7 +78,7 @@ DEVICES = (
         pcie=5,
         matmul_fraction=792.1 / 989,
         cache=50 * MB,
-        cache_rate=9800 * GB,
+        cache_rate=4199 * GB,
         source=f"{NVIDIA}/h100/ (SXM, 80 GB); {LOCKWOOD}/h100",
     ),
     DeviceSpec(
@@ -91,7 +91,7 @@ DEVICES = (
         pcie=5,
         matmul_fraction=792.1 / 989,
         cache=50 * MB,
-        cache_rate=9800 * GB,
+        cache_rate=4199 * GB,
         source=f"{NVIDIA}/h200/ (SXM); rates are those of the H100: {LOCKWOOD}/h100",
     ),
     DeviceSpec(
@@ -104,7 +104,7 @@ DEVICES = (
         pcie=5,
         matmul_fraction=792.1 / 989,
         cache=50 * MB,
-        cache_rate=9800 * GB,
+        cache_rate=4199 * GB,
         source="https://arxiv.org/abs/2505.09343 (an H100 whose NVLink has 400 GB/s in both directions together)",
     ),
     DeviceSpec(
@@ -116,7 +116,7 @@ DEVICES = (
         nvlink=450 * GB,
         pcie=5,
         cache=60 * MB,
-        cache_rate=5800 * GB,
+        cache_rate=4199 * GB,
         source="https://zangshuxian.com/new/674733024499207168 (rates, memory); NVLink as the H100: "
         "https://www.taoguba.com.cn/Article/2551318/blog/Article/5364790/1",
     ),
@@ -130,7 +130,7 @@ DEVICES = (
         pcie=5,
         matmul_fraction=LIMITED,
         cache=96 * MB,
-        cache_rate=11_000 * GB,
+        cache_rate=10_000 * GB,
         source=f"{LOCKWOOD}/B200 (HGX, 1,000 W); memory: "
         "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
     ),
@@ -145,7 +145,7 @@ DEVICES = (
         tf32=0,
         matmul_fraction=758.3 / 1307.4,
         cache=256 * MB,
-        cache_rate=14_000 * GB,
+        cache_rate=6640 * GB,
         source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html; links between 8 devices: "
         "https://www.emergentmind.com/topics/amd-mi300x-gpu",
     ),
@@ -159,7 +159,7 @@ DEVICES = (
         attention_fraction=ADA,
         matmul_fraction=110 / 119.5,
         cache=96 * MB,
-        cache_rate=3370 * GB,
+        cache_rate=2620 * GB,
         source="https://technical.city/pl/video/L20; half precision: "
         "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuandit.md",
     ),
@@ -173,7 +173,7 @@ DEVICES = (
         attention_fraction=ADA,
         matmul_fraction=170.3 / 181,
         cache=96 * MB,
-        cache_rate=5200 * GB,
+        cache_rate=4044 * GB,
         source=f"{NVIDIA}/l40/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
@@ -186,7 +186,7 @@ DEVICES = (
         attention_fraction=ADA,
         matmul_fraction=252 / 362,
         cache=48 * MB,
-        cache_rate=5200 * GB,
+        cache_rate=4044 * GB,
         source=f"{NVIDIA}/l40s/; https://www.mullet.se/product.html?product_id=355414",
     ),
     DeviceSpec(
@@ -200,7 +200,7 @@ DEVICES = (
         attention_fraction=ADA,
         matmul_fraction=1.0,
         cache=72 * MB,
-        cache_rate=4900 * GB,
+        cache_rate=3645 * GB,
         source="https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf; "
         "https://waredb.com/processor/nvidia-geforce-rtx-4090",
     ),
@@ -214,7 +214,7 @@ DEVICES = (
         peers=False,
         attention_fraction=ADA,
         cache=96 * MB,
-        cache_rate=6500 * GB,
+        cache_rate=4841 * GB,
         source="https://www.spheron.network/blog/nvidia-rtx-5090-specs/ (memory, PCIe); rates with sums in fp32: "
         "https://main-horse.github.io/posts/5090-mm-perf",
     ),

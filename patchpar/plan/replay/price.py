@@ -1,10 +1,11 @@
 """Seconds of kernels on a device that was measured, or on one of the catalogue, for which `ASSUMED` is assumed.
 
-matrix product     FLOPs at a share of the device's rate, less where its tiles do not fill the processors
+matrix product     FLOPs at a share of the device's rate, less where its tiles do not fill the processors; where those
+                   compute parts of the inner dim, the parts are written and added up
 convolution        the same at a smaller share, after its maps are read and written in the layout of the kernel
 attention          FLOPs at another share, of heads whose width is filled up to a multiple of 32
 fp32               convolutions in the rate of TF32, as torch computes them; matrix products in that of fp32
-all others         bytes at a share of the memory's rate, or of the cache's where they fit into it
+all others         bytes at a share of the memory's rate, or at the cache's where they fit into it
 weights            come from the memory: a network has more of them than a cache holds
 group norm         reads its maps twice, for moments and for values
 RMS norm           one kernel, which has a block of threads for each row, however narrow it is
@@ -22,7 +23,7 @@ from itertools import groupby
 from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
 from patchpar.plan.replay.measured_device import MeasuredDevice
-from patchpar.plan.replay.occupancy import busy_part, seconds_of_rows
+from patchpar.plan.replay.occupancy import Processors, product_seconds, seconds_of_rows
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
@@ -47,18 +48,15 @@ class CostAssumptions:
 
     `launch`: the process launches a kernel from eager code, 0 in a CUDA graph. `message`: it starts an exchange. `gap`:
     of the device between two kernels.
-    `cache_fraction`: of the rate with which a cache is read, what kernels reach that also write: 3.6 of 4.9 TB/s by
-    copies on an RTX 4090 (github.com/smallscientist1/cuda_microbenchmark). `convolution_fraction`: of what products of
-    matrices reach. `attention_part`: of what attention reaches on the device, with an older kernel. `channels_last`:
-    maps have the layout of convolutions. `fused`: kernels between two products are one. `scale`: of the seconds of
-    kernels, by a call that was measured.
+    `convolution_fraction`: of what products of matrices reach. `attention_part`: of what attention reaches on the
+    device, with an older kernel. `channels_last`: maps have the layout of convolutions. `fused`: kernels between two
+    products are one. `scale`: of the seconds of kernels, by a call that was measured.
     """
 
     launch: float = 30e-6
     message: float = 15e-6
     gap: float = 2e-6
     memory_fraction: float = 0.8
-    cache_fraction: float = 0.75
     convolution_fraction: float = 0.7
     attention_part: float = 1.0
     channels_last: bool = False
@@ -79,7 +77,7 @@ class CostAssumptions:
         yield (
             f"{device.name}: {device.matmul_fraction:.0%} of its published FLOP/s in large products, "
             f"{device.attention_fraction:.0%} in attention; all other kernels at {self.memory_fraction:.0%} of "
-            f"the rate of its memory, {self.cache_fraction:.0%} of that of its cache where they fit"
+            f"the rate of its memory, or {device.cache_rate / 1e12:.1f} TB/s where they fit its cache"
         )
         yield f"process: {1e6 * self.launch:.0f} µs per launch, {1e6 * self.message:.0f} µs per exchange"
 
@@ -118,12 +116,18 @@ def _catalogue_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssu
         computed = operator.flops * _rounded_up(width, WIDTHS) / width
         reached = assumed.attention_part * device.attention_fraction * rate
         return max(computed / reached, moving) + gaps
-    fraction = device.matmul_fraction * busy_part(operator.dims, device.processors)
+    computing = _computing(operator, device, rate, assumed)
     if "convolution" in operator.name:
-        computing = operator.flops / (assumed.convolution_fraction * fraction * rate)
         in_layout = 0.0 if assumed.channels_last else 2 * moving
         return max(computing, moving) + in_layout + _bias_seconds(operator, device, assumed) + gaps
-    return max(operator.flops / (fraction * rate), moving) + gaps
+    return max(computing, moving) + gaps
+
+
+def _computing(operator: Operator, device: DeviceSpec, rate: float, assumed: CostAssumptions) -> float:
+    """Return the seconds in which the processors compute a product or a convolution. `rate`: FLOP/s by the sheet."""
+    fraction = device.matmul_fraction * (assumed.convolution_fraction if "convolution" in operator.name else 1.0)
+    processors = Processors(number=device.processors, rate=fraction * rate, cache_rate=device.cache_rate)
+    return product_seconds(operator.flops, operator.dims, processors)
 
 
 def _peak(operator: Operator, device: DeviceSpec) -> float | None:
@@ -146,8 +150,7 @@ def _moving(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) ->
     others = operator.num_bytes - weight
     if operator.name == GROUP_NORM:
         others += others // 2  # its input again, for the moments
-    cached = assumed.cache_fraction * device.cache_rate
-    return weight / rate + others / (cached if others <= device.cache else rate)
+    return weight / rate + others / (device.cache_rate if others <= device.cache else rate)
 
 
 def _bias_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptions) -> float:
