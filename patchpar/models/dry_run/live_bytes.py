@@ -48,9 +48,9 @@ class LiveBytes:
         self.change(storage.nbytes())
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 
-    def counts(self, x: Tensor) -> bool:
-        """Whether the storage of `x`, of any shape, is counted here."""
-        return id(x.untyped_storage()) in self._known
+    def counts(self, storage: int) -> bool:
+        """Whether the storage with this id is counted here."""
+        return storage in self._known
 
     def _note_peak(self) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.alive)

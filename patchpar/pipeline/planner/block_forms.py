@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchpar.shard.module_tree import modules_of, named_modules_of
+
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 OWN = ("_modules", "_parameters", "_buffers", "_diffusers_hook", "forward")
 """Attributes of a module that are looked at on their own."""
@@ -31,7 +33,7 @@ class Same:
 
 def block_form(block: nn.Module) -> tuple[Any, ...]:
     """Return the class of each module in a block, the forms of its weights, and all numbers, texts and functions."""
-    return tuple((path, type(module), *_module_facts(module)) for path, module in block.named_modules())
+    return tuple((path, type(module), *_module_facts(module)) for path, module in named_modules_of(block))
 
 
 def _module_facts(module: nn.Module) -> tuple[Any, ...]:
@@ -44,14 +46,14 @@ def hooks_form(block: nn.Module) -> tuple[Any, ...]:
     """Return the names of diffusers' hooks on each module in a block, and which of them have a forward of their own."""
     return tuple(
         (tuple(registry._hook_order) if registry is not None else (), "forward" in attributes)
-        for attributes in map(vars, block.modules())
+        for attributes in map(vars, modules_of(block))
         for registry in (attributes.get("_diffusers_hook"),)
     )
 
 
 def attributes_of(block: nn.Module) -> list[dict[str, int]]:
     """Return which objects the attributes of all modules in a block are."""
-    return [{name: id(value) for name, value in vars(module).items()} for module in block.modules()]
+    return [{name: id(value) for name, value in vars(module).items()} for module in modules_of(block)]
 
 
 def _facts(value: Any, depth: int) -> Any:

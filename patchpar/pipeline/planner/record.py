@@ -21,7 +21,14 @@ from torch import nn
 
 from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
-from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
+from patchpar.models.dry_run.dry_run import (
+    emptied,
+    needs_values,
+    on_the_cpu,
+    weight_bytes,
+    weight_tensors,
+    with_few_steps,
+)
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
@@ -185,9 +192,6 @@ class Recording:
 
 def _weight_bytes(network: nn.Module, memory: LiveBytes) -> int:
     """Return the bytes of the storages of weights that are not counted in `memory`, each once."""
-    storages = {
-        id(x.untyped_storage()): x.untyped_storage().nbytes()
-        for x in (*network.parameters(), *network.buffers())
-        if not memory.counts(x)
-    }
-    return sum(storages.values())
+    with torch._C.DisableTorchFunction():  # a mode would see each look at a storage
+        storages = {id(storage): storage for storage in (x.untyped_storage() for x in weight_tensors(network))}
+        return sum(each.nbytes() for key, each in storages.items() if not memory.counts(key))

@@ -37,6 +37,7 @@ from patchpar.pipeline.planner.call_log import (
 from patchpar.pipeline.planner.tape_recorder import Begun, Expected, TapeRecorder
 from patchpar.plan.replay.tape import Operator
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import named_modules_of
 
 FEWEST = 4
 """Blocks of a list in which some may be left out."""
@@ -177,7 +178,7 @@ class RepeatedBlocks:
 
 def _lists(network: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield the lists of so many blocks that some may be left out."""
-    for path, module in network.named_modules():
+    for path, module in named_modules_of(network):
         if type(module) is nn.ModuleList and len(module) >= FEWEST:
             yield path, module
 
