@@ -29,6 +29,7 @@ from patchpar.pipeline.planner.call_log import (
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingCommunicator, RecordingTransport
+from patchpar.pipeline.planner.repeated_encoders import KnownEncoders
 from patchpar.pipeline.planner.tape_recorder import ENCODE, Begun, Expected, TapeRecorder
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.plan import Plan
@@ -56,10 +57,11 @@ class LoggedRanks:
     """Ranks that were recorded, of one model and call: by plan without its way of exchange, rank and steps.
 
     And exact attention that was recorded alone, for others; None where it cannot be. `block_forms`: see
-    `RepeatedBlocks`.
+    `RepeatedBlocks`. `encoders`: see `RepeatedEncoders`.
     """
 
     block_forms: dict[nn.Module, tuple[Any, ...]] = field(default_factory=dict)
+    encoders: KnownEncoders = field(default_factory=dict)
 
     _ranks: dict[tuple[Plan, int, int], LoggedRank] = field(default_factory=dict)
     _attentions: dict[tuple[AttentionMode, int, AttentionForm], LoggedAttention | None] = field(default_factory=dict)

@@ -32,6 +32,7 @@ from patchpar.models.dry_run.dry_run import (
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
+from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
@@ -42,6 +43,7 @@ from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_runner import RecordingContext, RecordingRunner
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
 from patchpar.pipeline.planner.repeated_blocks import RepeatedBlocks
+from patchpar.pipeline.planner.repeated_encoders import RepeatedEncoders
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh import Mesh
@@ -103,7 +105,7 @@ class Recording:
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
-                self._repeat_blocks(hooks, log, tape, memory)
+                self._repeat(hooks, log, tape, memory)
                 attend = partial(log.attend, memory)
                 runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
                 self._note_phases(hooks, memory, tape)
@@ -151,12 +153,15 @@ class Recording:
         if self.plan.tensor > 1:
             self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
 
-    def _repeat_blocks(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
-        """Note equal blocks again, where none keeps values and all have their weights."""
-        whole = self.plan.weights == "whole" and self.plan.stage * self.plan.tensor == 1
-        if self._logged is None or not whole or (self.plan.patch > 1 and self.plan.strategy.policy.remembers):
+    def _repeat(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
+        """Note encoders and equal blocks again, where all have their weights, and of blocks none keeps values."""
+        plan = self.plan
+        if self._logged is None or plan.weights != "whole" or plan.stage * plan.tensor > 1:
             return
-        RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
+        if plan.encoders != "one":
+            RepeatedEncoders(log, tape, memory, self._logged.encoders).install(hooks, encoders_of(self.pipe))
+        if plan.patch == 1 or not plan.strategy.policy.remembers:
+            RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
 
     @property
     def _slots(self) -> int:
