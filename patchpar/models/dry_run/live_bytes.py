@@ -66,6 +66,14 @@ class LiveBytes:
         if num_bytes > 0 and self.alive > self.peaks.get(self.phase, -1):  # else no more in `working` either
             self._note_peak()
 
+    def change_all(self, num_bytes: int, most: int | None) -> None:
+        """Count several changes: so many bytes in all, and at `most` after one of more bytes; None: there was none."""
+        after = self.alive + num_bytes
+        if most is not None and self.alive + most > self.peaks.get(self.phase, -1):
+            self.alive += most
+            self._note_peak()
+        self.alive = after
+
     @property
     def storages(self) -> frozenset[int]:
         """The ids of those that are alive."""
