@@ -16,6 +16,7 @@ from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.models.dry_run.rms_norm import FUNCTIONS
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.planner.call_log import (
     AttentionForm,
@@ -132,7 +133,7 @@ def attention_alone(keys: AttentionMode, rank: int, form: AttentionForm, options
         if options.joined:
             stack.enter_context(fused_without_values())
         shared = form.shared()
-        for each in (torch.no_grad(), SdpaMode(mode.attend, mode.on_gpus if options.joined else None), mode):
+        for each in (torch.no_grad(), SdpaMode(mode.attend, mode.on_gpus if options.joined else None, FUNCTIONS), mode):
             stack.enter_context(each)
         log.begin(0)
         log.attend(memory, keys, comm, form.axis, HERE, shared)

@@ -32,6 +32,7 @@ from patchpar.models.dry_run.dry_run import (
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
+from patchpar.models.dry_run.rms_norm import FUNCTIONS
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.messages import CallOptions
@@ -101,7 +102,7 @@ class Recording:
             with ExitStack() as stack:
                 if self.options.joined:
                     stack.enter_context(fused_without_values())
-                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None)
+                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None, FUNCTIONS)
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
