@@ -38,6 +38,7 @@ from patchpar.models.info import denoisers_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
+from patchpar.pipeline.planner.noted_decoding import note_decodings
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
@@ -110,7 +111,11 @@ class Recording:
                 attend = partial(log.attend, memory)
                 runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
                 self._note_phases(hooks, memory, tape)
-                return self._recorded(runner, memory, tape, log)
+                decodings = note_decodings(hooks, self.networks if self.plan.world_size == 1 else {})
+                found = self._recorded(runner, memory, tape, log)
+                if self.plan.world_size == 1:
+                    self.options.learnt.decodings = decodings
+                return found
         except (NotImplementedError, RuntimeError) as error:
             raise needs_values(self.pipe, error) from error
 
@@ -127,9 +132,7 @@ class Recording:
         check_plan_for(model, self.plan, self.kwargs)  # weights are divided at the first call
         options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
         try:
-            if not self._is_known:
-                runner.generate(self.kwargs, options)
-                runner.learn()
+            self._learn(runner, options)
             runner.begin_recording(partial(memory.begin, ENCODE))
             runner.generate(self.kwargs, options)
             found = RecordedRank(  # before weights are gathered to restore the networks
@@ -145,6 +148,20 @@ class Recording:
             return found
         finally:
             runner.restore()
+
+    def _learn(self, runner: RecordingRunner, options: CallOptions) -> None:
+        """Find what a first call shows that is not like any other; if only VAEs show it, without the rest of it."""
+        known = self.options.learnt.decodings
+        decodings = [] if known is None else [each for each in known if each is not None]
+        if not self._is_like_others:
+            runner.generate(self.kwargs, options)
+        elif self.plan.world_size == self.plan.data or self.options.learnt.has_decoded:
+            return
+        elif known is None or len(decodings) < len(known):
+            runner.generate(self.kwargs, options)
+        else:
+            runner.decode(decodings, options)
+        runner.learn()
 
     def _find_before(self, rank: int) -> None:
         """Find what the recording of a rank needs: what the first rank encodes, and how features are divided."""
@@ -173,17 +190,15 @@ class Recording:
         return sum(SLOTS * max(map(weight_bytes, blocks_of(each).values()), default=0) for each in networks)
 
     @property
-    def _is_known(self) -> bool:
-        """Whether the first call is like any other: nothing is to be learnt in it, and no weights are divided."""
+    def _is_like_others(self) -> bool:
+        """Whether the first call is like any other but for VAEs: denoisers learn nothing, no weights are divided."""
         plan, learnt = self.plan, self.options.learnt
         bands = [each for each in denoisers_of(self.pipe).values() if splits_into_bands(each)]
         if plan.weights != "whole" or plan.stage * plan.tensor > 1:
             return False
         if plan.patch > 1 and not all(each in learnt.sites for each in bands):
             return False
-        if plan.cfg > 1 and learnt.calls_by_branch is not False:
-            return False
-        return plan.world_size == plan.data or learnt.has_decoded
+        return plan.cfg == 1 or learnt.calls_by_branch is False
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(*_: Any) -> None:

@@ -9,6 +9,7 @@ from patchpar.errors import PlanError
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.cuts_without_values import CutsWithoutValues
+from patchpar.pipeline.planner.noted_decoding import Decoding
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
@@ -98,6 +99,13 @@ class RecordingRunner(PipelineRunner):
         if self._installed.guidance is not None:
             self._options.learnt.calls_by_branch = self._installed.guidance.has_calls_by_branch
         self._options.learnt.has_decoded |= self._installed.vaes is not None
+
+    def decode(self, decodings: Iterable[Decoding], options: CallOptions) -> None:
+        """Decode what a call decodes, without the rest of it, so that the VAEs are as after a first call."""
+        self.install(**options.to_install)
+        with self._installed.running():
+            for each in decodings:
+                each.again()
 
     def begin_recording(self, begin: Callable[[], None]) -> None:
         """Record the calls from now on. `begin` is called when one begins."""
