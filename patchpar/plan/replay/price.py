@@ -193,9 +193,8 @@ class Prices:
     def _entries(self, tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
         block, where, run = "", "", list[Operator]()
         for entry in tape:
-            kind = type(entry)
-            if kind is Operator:
-                run.append(entry)  # type: ignore[arg-type]  # isinstance takes longer
+            if isinstance(entry, Operator):
+                run.append(entry)
                 continue
             begins = isinstance(entry, (Send, Receive)) and entry.where != where  # the first message of an exchange
             if run or begins:
