@@ -113,7 +113,7 @@ def _has_numbers(x: Tensor) -> bool:
 
 def _numbers(x: Tensor) -> Any:
     with no_dispatch():
-        return x.tolist()
+        return tuple(x.flatten().tolist())
 
 
 def form_after(args: Any, kwargs: Any) -> Any:

@@ -91,8 +91,9 @@ class Recording:
         if not 0 <= rank < self.plan.world_size:
             raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
         derived = self._derived(rank)
-        if derived is not None:
-            return derived
+        return self._of_rank(rank) if derived is None else derived
+
+    def _of_rank(self, rank: int) -> RecordedRank:
         self._find_before(rank)
         log = CallLog()
         tape, memory = LoggedTape(log, joined=self.options.joined), LoggedBytes(log, ENCODE)
@@ -167,7 +168,7 @@ class Recording:
         """Find what the recording of a rank needs: what the first rank encodes, and how features are divided."""
         first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
         if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
-            self.of_rank(first)
+            self._of_rank(first)  # a derived one encodes nothing
         if self.plan.tensor > 1:
             self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
 
