@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -76,7 +76,9 @@ class Kind:
 
 
 class NotedBlocks:
-    """Watches blocks that run, and notes on a tape and memory what others would."""
+    """Watches blocks that run, and notes on a tape and memory what others would. `by_value`: see `argument_form`."""
+
+    by_value: ClassVar[bool] = False
 
     def __init__(self, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
         self._log, self._tape, self._memory = log, tape, memory
@@ -108,7 +110,12 @@ class NotedBlocks:
             outside.extend(events)
         after = self._memory.storages
         is_same = attributes == attributes_of(block.module) and versions == versions_of(tensors)
-        if before - after or not is_same or not _is_closed(events) or form_after(args, kwargs) != form:
+        if (
+            before - after
+            or not is_same
+            or not _is_closed(events)
+            or form_after(args, kwargs, by_value=self.by_value) != form
+        ):
             return result, None
         known = {id(each()): Given(number) for number, each in enumerate(tensors)}  # all are there: nothing has changed
         storages: dict[int, tuple[int, int]] = {}

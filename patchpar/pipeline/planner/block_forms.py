@@ -116,10 +116,10 @@ def _numbers(x: Tensor) -> Any:
         return tuple(x.flatten().tolist())
 
 
-def form_after(args: Any, kwargs: Any) -> Any:
+def form_after(args: Any, kwargs: Any, *, by_value: bool) -> Any:
     """Return the form of arguments after a call, which may have changed their lists; None if it does not say all."""
     try:
-        return argument_form((args, kwargs), {}, [])
+        return argument_form((args, kwargs), {}, [], by_value=by_value)
     except TypeError:
         return None
 

@@ -22,6 +22,8 @@ KnownEncoders = dict[Any, Kind]
 class RepeatedEncoders(NotedBlocks):
     """Notes encoders again on a tape and memory. `known`: what they have noted, which many recordings may share."""
 
+    by_value = True
+
     def __init__(self, log: CallLog, tape: LoggedTape, memory: LoggedBytes, known: KnownEncoders) -> None:
         super().__init__(log, tape, memory)
         self._known = known
@@ -36,7 +38,7 @@ class RepeatedEncoders(NotedBlocks):
         """Replaces the forward of an encoder."""
         tensors: list[ref[Tensor]] = []
         try:
-            form = argument_form((args, kwargs), {}, tensors, by_value=True)
+            form = argument_form((args, kwargs), {}, tensors, by_value=self.by_value)
         except TypeError:
             return block.forward(*args, **kwargs)
         kind = self._known.setdefault((block.module, hooks_form(block.module), form), Kind())
