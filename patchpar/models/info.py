@@ -13,7 +13,6 @@ from patchpar.models.few_steps import FewSteps, few_steps_of, path_of
 from patchpar.models.guiders import GUIDES, guider_branches, guides_above
 from patchpar.plan.scalars import plain
 from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
-from patchpar.shard.module_tree import modules_of
 
 DENOISERS = (
     ("unet", "transformer", "transformer_2", "unconditional_transformer", "image_unet"),
@@ -230,7 +229,7 @@ def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
 
 
 def _has_blocks(denoiser: Any) -> bool:
-    return any(type(module).__name__ == "ModuleList" for module in modules_of(denoiser))
+    return any(type(module).__name__ == "ModuleList" for module in denoiser.modules())
 
 
 def _size_of_image(image: Any) -> tuple[int, int] | None:

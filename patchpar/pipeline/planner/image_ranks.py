@@ -91,11 +91,11 @@ class PlacedTapes:
         in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
         steps, decode = self._parts(source.steps), self._parts(source.decode)
         to_root = decode.to_root if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
-        placed, sent = list[TapeEntry](), Counter[int]()
-        _place(steps.front, in_steps, frozenset(), sent, placed)
-        _place(decode.decoding, in_decode, to_root, sent, placed)
-        _place(steps.pending, in_steps, frozenset(), sent, placed)
-        return tuple(placed)
+        found, sent = list[TapeEntry](), Counter[int]()
+        _add_part(steps.front, in_steps, frozenset(), sent, found)
+        _add_part(decode.decoding, in_decode, to_root, sent, found)
+        _add_part(steps.pending, in_steps, frozenset(), sent, found)
+        return tuple(found)
 
     def _changed_parts(self, rank: int) -> "_Parts":
         front, back = _divided(self._ranks.recorded[rank].tape)
@@ -193,7 +193,7 @@ def _in_phases(steps: Mapping[str, int], decode: Mapping[str, int]) -> dict[str,
     return {**steps, **({DECODE: decode[DECODE]} if DECODE in decode else {})}
 
 
-def _place(part: Tape, peers: Peers, to_root: frozenset[str], sent: Counter[int], placed: list[TapeEntry]) -> None:
+def _add_part(part: Tape, peers: Peers, to_root: frozenset[str], sent: Counter[int], found: list[TapeEntry]) -> None:
     """Add a part to the tape of a rank with these peers. `to_root`: exchange points whose messages stay as they are.
 
     What is sent while decoding is counted again, in `sent`: messages to a neighbour and to the first rank.
@@ -207,12 +207,12 @@ def _place(part: Tape, peers: Peers, to_root: frozenset[str], sent: Counter[int]
                 (peer,) = moved.peers
                 moved = moved.to(peer, number=DECODE_NUMBERS + sent[peer])
                 sent[peer] += 1
-            placed.append(moved)
+            found.append(moved)
         elif kind is Receive or kind is Wait:
             assert isinstance(entry, (Receive, Wait))
-            placed.append(entry.of(peers[entry.sender]))
+            found.append(entry.of(peers[entry.sender]))
         else:
-            placed.append(entry)
+            found.append(entry)
 
 
 def _divided(tape: Tape) -> tuple[Tape, Tape]:

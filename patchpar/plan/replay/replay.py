@@ -73,7 +73,7 @@ class _Step(NamedTuple):
     start: float
 
 
-class _Way(NamedTuple):
+class _PairRoute(NamedTuple):
     """A route: the queue and the rate of each resource, the least of these rates, and the latency; no rate: 0."""
 
     resources: tuple[tuple["_Queue", float], ...]
@@ -134,7 +134,7 @@ class _Replay:
         self._asleep: dict[int, _Key] = {}
         self._intervals: list[Interval] = []
         self._heap = [(0.0, rank) for rank in range(len(tapes))]
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._pair_routes: dict[tuple[int, int], _PairRoute] = {}
         self._actions: dict[type, Callable[[int, Any], bool]] = {
             Kernel: self._compute,
             Send: self._send_all,
@@ -228,7 +228,7 @@ class _Replay:
                 heapq.heappush(self._heap, (self._clock[rank], rank))
 
     def _arrival(self, key: _Key, entry: Send, at: float) -> float:
-        way, num_bytes = self._way(key[1], key[2]), entry.num_bytes
+        way, num_bytes = self._pair_route(key[1], key[2]), entry.num_bytes
         end, slowest = at, num_bytes / way.least_rate if way.least_rate else 0.0
         for queue, rate in way.resources:
             seconds = num_bytes / rate
@@ -243,13 +243,13 @@ class _Replay:
                 at = max(at, start + seconds - slowest)
         return end + way.latency
 
-    def _way(self, sender: int, receiver: int) -> _Way:
-        found = self._ways.get((sender, receiver))
+    def _pair_route(self, sender: int, receiver: int) -> _PairRoute:
+        found = self._pair_routes.get((sender, receiver))
         if found is None:
             route = self._topology.path(sender, receiver)
             resources = tuple((self._queues[each.name], each.rate) for each in route.resources)
             least = min((rate for _, rate in resources), default=0.0)
-            found = self._ways[sender, receiver] = _Way(resources, least, route.latency)
+            found = self._pair_routes[sender, receiver] = _PairRoute(resources, least, route.latency)
         return found
 
     def _is_over(self, rank: int, entry: Wait | Leave) -> bool:
