@@ -18,6 +18,7 @@ from patchpar.models.hub import cached_model, no_folder, not_fetched
 from patchpar.models.info import networks_of
 from patchpar.models.model_index import ModelIndex
 from patchpar.models.remote_code import refuse_code
+from patchpar.shard.module_tree import modules_of
 
 DTYPE_NAMES = ("torch_dtype", "dtype")
 DTYPE_NAME = DTYPE_NAMES[Version(diffusers.__version__) >= Version("0.42.0")]
@@ -125,6 +126,6 @@ def prepare_pipeline(pipe: Any) -> None:
     if registry is None:
         return
     by_name = type(registry) is dict  # of classes, in older versions
-    for module in (module for network in networks_of(pipe).values() for module in network.modules()):
+    for module in (module for network in networks_of(pipe).values() for module in modules_of(network)):
         if isinstance(module, transformers.PreTrainedModel):
             registry[str(type(module)) if by_name else module] = module._can_record_outputs

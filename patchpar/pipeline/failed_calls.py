@@ -13,6 +13,7 @@ from torch import nn
 
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.pipeline.step_callbacks import OLDER, ON_STEP_END
+from patchpar.shard.module_tree import modules_of
 
 PROCESSOR = "processor"
 
@@ -64,7 +65,7 @@ def undone_after_failure(pipe: Any, arguments: Mapping[str, Any]) -> Iterator[Ke
 
 def _processors(pipe: Any) -> Iterator[tuple[nn.Module, Any]]:
     for denoiser in denoisers_of(pipe).values():
-        for layer in denoiser.modules():
+        for layer in modules_of(denoiser):
             if PROCESSOR in vars(layer) or PROCESSOR in layer._modules:
                 yield layer, getattr(layer, PROCESSOR)
 

@@ -39,6 +39,7 @@ from patchpar.pipeline.step_callbacks import asking
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import named_modules_of
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
@@ -273,13 +274,14 @@ class PausePointHooks(HookSet):
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return path and module of every element of a module list in `network`, except in compiled modules."""
+    modules = named_modules_of(network)
     found = [
         (f"{path}.{name}".lstrip("."), block)
-        for path, modules in network.named_modules()
-        if isinstance(modules, nn.ModuleList)
-        for name, block in modules.named_children()
+        for path, blocks_of_list in modules
+        if isinstance(blocks_of_list, nn.ModuleList)
+        for name, block in blocks_of_list.named_children()
     ]
-    compiled = tuple(f"{path}." for path, module in network.named_modules() if is_compiled(module))
+    compiled = tuple(f"{path}." for path, module in modules if is_compiled(module))
     return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 

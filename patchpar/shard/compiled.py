@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.module_tree import modules_of, named_modules_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,12 +37,12 @@ def is_wrapped(module: Any) -> bool:
 
 def compiled_in(network: Any) -> list[str]:
     """Return paths of the modules in a network that are compiled, in either way; the network itself is ""."""
-    return [path for path, module in network.named_modules() if is_compiled(module) or is_wrapped(module)]
+    return [path for path, module in named_modules_of(network) if is_compiled(module) or is_wrapped(module)]
 
 
 def refuse_wrapped(network: nn.Module) -> None:
     """Raise UnsupportedModel for modules that `torch.compile(module)` has wrapped: nothing in them is intercepted."""
-    if any(map(is_wrapped, network.modules())):
+    if any(map(is_wrapped, modules_of(network))):
         raise UnsupportedModel(
             f"{type(network).__name__} has blocks that torch.compile(block) has wrapped: compile them by "
             "compile_repeated_blocks() or block.compile(), or use plan cfg=2 or data=N"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from patchpar.shard.hooks import OURS, hooks_of, is_ours, package_of, written_forward
+from patchpar.shard.module_tree import named_modules_of
 from patchpar.shard.sdpa import beneath
 
 KNOWN = frozenset(
@@ -106,7 +107,7 @@ class _Reader:
         self._open = set[int]()  # ids of functions that are read now: one may hold itself
 
     def read(self, network: nn.Module) -> Fingerprint:
-        modules = dict(network.named_modules())
+        modules = dict(named_modules_of(network))
         facts = {path: self._of_module(path, module) for path, module in modules.items()}
         for kind in dict.fromkeys(type(module) for module in modules.values()):
             facts[f"class {_name_of(kind)}"] = self._of_class(kind)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from patchpar.comm.pytree import map_tensors
 from patchpar.shard.batch import sample_of
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import modules_of
 
 
 def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
@@ -34,7 +35,7 @@ def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
     call, and may remove them afterwards.
     """
     kinds = {type(each) for each in getattr(pipe, "_pag_attn_processors", None) or ()}
-    found = ((module, getattr(module, "processor", None)) for module in network.modules())
+    found = ((module, getattr(module, "processor", None)) for module in modules_of(network))
     return [module for module, processor in found if type(processor) in kinds or _divides_rows(module, processor)]
 
 

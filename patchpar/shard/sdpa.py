@@ -201,16 +201,17 @@ def torchs_attention() -> Iterator[None]:
 class SdpaMode(TorchFunctionMode):
     """Mode in which `attend`, which returns [B, N, q, E], replaces calls of attention in this thread.
 
-    `others(func, args, kwargs)` replaces every other torch function; without it they run unchanged.
+    `others(func, args, kwargs)` replaces other torch functions, those `named` or all; without it they run unchanged.
     """
 
     def __init__(
         self,
         attend: Callable[[AttentionCall], Tensor],
         others: Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any] | None = None,
+        named: frozenset[Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
-        self._attend, self._others = attend, others
+        self._attend, self._others, self._named = attend, others, named
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -219,7 +220,7 @@ class SdpaMode(TorchFunctionMode):
             call = AttentionCall(*args, **(kwargs or {}))
             same = call.query.dtype == call.key.dtype == call.value.dtype
             return self._attend(call if same else call.in_one_dtype())
-        if self._others is not None:
+        if self._others is not None and (self._named is None or func in self._named):
             return self._others(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

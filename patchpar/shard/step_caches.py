@@ -19,6 +19,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.hooks import HookSet, hooks_of
+from patchpar.shard.module_tree import modules_of
 
 FOLDER = "diffusers.hooks."
 DECIDES_ALIKE = {
@@ -167,6 +168,6 @@ def refuse_counting(name: str | None, size: int) -> None:
 
 def _hooks_by_file(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield diffusers' hooks of a denoiser, each with the file that has its class."""
-    for module in denoiser.modules():
+    for module in modules_of(denoiser):
         for _, hook in hooks_of(module):
             yield type(hook).__module__.removeprefix(FOLDER), hook

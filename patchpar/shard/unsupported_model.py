@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 from patchpar.shard.compiled import refuse_recompilations
+from patchpar.shard.module_tree import named_modules_of
 
 NO_HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says in a RuntimeError on the CPU."""
@@ -76,7 +77,7 @@ def refuse_gradients(network: object, plan: str, call: Any) -> None:
 def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
     """Return the tensors, of any shape, in attributes of attention processors, by path of the layer and attribute."""
     found: dict[tuple[str, str], list[Tensor]] = {}
-    for path, layer in network.named_modules():
+    for path, layer in named_modules_of(network):
         processor = getattr(layer, "processor", None)
         if processor is None or isinstance(processor, nn.Module):
             continue

@@ -138,9 +138,9 @@ def test_orders_of_devices_with_the_same_links_have_one_replay(monkeypatch: pyte
     """Two ranks on eight cards whose messages pass the memory of one root of four cards, or of both."""
     replays: list[Topology] = []
 
-    def replayed(tapes: Any, groups: int, topology: Topology) -> Any:
+    def replayed(tapes: Any, groups: int, topology: Topology, pairs: Any) -> Any:
         replays.append(topology)
-        return replay_groups(tapes, groups, topology)
+        return replay_groups(tapes, groups, topology, pairs)
 
     monkeypatch.setattr(forecast_module, "replay_groups", replayed)
     machine = Machine.parse("8xRTX4090")

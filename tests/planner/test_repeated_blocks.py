@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.pipeline.planner.block_events import renamed
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
 from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import RecordOptions
-from patchpar.pipeline.planner.repeated_blocks import RepeatedBlocks, renamed
+from patchpar.pipeline.planner.repeated_blocks import RepeatedBlocks
 from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
 from tests import tiny

@@ -25,6 +25,7 @@ from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import modules_of
 from patchpar.shard.sdpa import AttentionCall, AttentionReplaced
 
 ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
@@ -91,8 +92,17 @@ def emptied(pipe: Any) -> dict[str, nn.Module]:
     """Move the networks of a pipeline to the meta device, and return them by name."""
     networks = networks_of(pipe)
     for network in networks.values():
-        network.to(META)
+        if not all(x.is_meta for x in weight_tensors(network)):
+            network.to(META)
     return networks
+
+
+def weight_tensors(network: nn.Module) -> Iterator[Tensor]:
+    """Yield all parameters and buffers, of any shape; one that several modules have, for each of them."""
+    for module in modules_of(network):
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                yield x
 
 
 def weight_bytes(network: nn.Module) -> int:

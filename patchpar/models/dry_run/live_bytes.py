@@ -48,9 +48,9 @@ class LiveBytes:
         self.change(storage.nbytes())
         weakref.finalize(storage, self._freed, key, storage.nbytes())
 
-    def counts(self, x: Tensor) -> bool:
-        """Whether the storage of `x`, of any shape, is counted here."""
-        return id(x.untyped_storage()) in self._known
+    def counts(self, storage: int) -> bool:
+        """Whether the storage with this id is counted here."""
+        return storage in self._known
 
     def _note_peak(self) -> None:
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.alive)
@@ -65,6 +65,14 @@ class LiveBytes:
         self.alive += num_bytes
         if num_bytes > 0 and self.alive > self.peaks.get(self.phase, -1):  # else no more in `working` either
             self._note_peak()
+
+    def change_all(self, num_bytes: int, most: int | None) -> None:
+        """Count several changes: so many bytes in all, and at `most` after one of more bytes; None: there was none."""
+        after = self.alive + num_bytes
+        if most is not None and self.alive + most > self.peaks.get(self.phase, -1):
+            self.alive += most
+            self._note_peak()
+        self.alive = after
 
     @property
     def storages(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ exchange in another way, nothing is derived, and the plan is recorded as any oth
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,23 +16,25 @@ from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
+from patchpar.models.dry_run.rms_norm import FUNCTIONS
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.planner.call_log import (
     AttentionForm,
     CallLog,
-    Event,
     LoggedAttention,
     LoggedBytes,
     LoggedTape,
+    MetaForm,
     Noted,
 )
+from patchpar.pipeline.planner.event_runs import EventRun, in_runs
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingCommunicator, RecordingTransport
+from patchpar.pipeline.planner.repeated_encoders import KnownEncoders
 from patchpar.pipeline.planner.tape_recorder import ENCODE, Begun, Expected, TapeRecorder
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Operator
 from patchpar.shard.attention.dispatch import on_link_of
 from patchpar.shard.sdpa import SdpaMode
 from patchpar.strategies.exact import ExactPatch
@@ -48,7 +50,14 @@ class LoggedRank:
     rank: RecordedRank
     model: PipelineInfo
     alive: int
-    events: tuple[Event, ...]
+    events: tuple[EventRun | Noted | LoggedAttention, ...]
+
+
+class AttentionAlone(NamedTuple):
+    """Attention that was recorded alone: what it has noted, and its result, see LoggedAttention."""
+
+    events: tuple[EventRun | Noted | LoggedAttention, ...]
+    result: tuple[MetaForm, int, int] | None
 
 
 @dataclass(slots=True)
@@ -56,18 +65,19 @@ class LoggedRanks:
     """Ranks that were recorded, of one model and call: by plan without its way of exchange, rank and steps.
 
     And exact attention that was recorded alone, for others; None where it cannot be. `block_forms`: see
-    `RepeatedBlocks`.
+    `RepeatedBlocks`. `encoders`: see `RepeatedEncoders`.
     """
 
     block_forms: dict[nn.Module, tuple[Any, ...]] = field(default_factory=dict)
+    encoders: KnownEncoders = field(default_factory=dict)
 
     _ranks: dict[tuple[Plan, int, int], LoggedRank] = field(default_factory=dict)
-    _attentions: dict[tuple[AttentionMode, int, AttentionForm], LoggedAttention | None] = field(default_factory=dict)
+    _attentions: dict[tuple[AttentionMode, int, AttentionForm], AttentionAlone | None] = field(default_factory=dict)
 
     def keep(self, plan: Plan, steps: int, log: CallLog, rank: RecordedRank, model: PipelineInfo) -> None:
         """Keep a rank, if others may be derived from it."""
         if is_exact(plan) and log.is_whole and not rank.stale_bytes:
-            found = LoggedRank(rank=rank, model=model, alive=log.alive, events=tuple(log.events))
+            found = LoggedRank(rank=rank, model=model, alive=log.alive, events=tuple(in_runs(log.events)))
             self._ranks[_gathering(plan), rank.rank, steps] = found
 
     def find(self, plan: Plan, rank: int, steps: int) -> LoggedRank | None:
@@ -92,11 +102,12 @@ class LoggedRanks:
 
     def _attention(
         self, keys: AttentionMode, rank: int, form: AttentionForm, options: RecordOptions
-    ) -> LoggedAttention | None:
+    ) -> AttentionAlone | None:
         key = keys, rank, form
         if key not in self._attentions:
             try:
-                self._attentions[key] = attention_alone(keys, rank, form, options)
+                found = attention_alone(keys, rank, form, options)
+                self._attentions[key] = AttentionAlone(tuple(in_runs(found.events)), found.result)
             except (PlanError, NotImplementedError, RuntimeError):  # a recording of the plan will say why
                 self._attentions[key] = None
         return self._attentions[key]
@@ -122,7 +133,7 @@ def attention_alone(keys: AttentionMode, rank: int, form: AttentionForm, options
         if options.joined:
             stack.enter_context(fused_without_values())
         shared = form.shared()
-        for each in (torch.no_grad(), SdpaMode(mode.attend, mode.on_gpus if options.joined else None), mode):
+        for each in (torch.no_grad(), SdpaMode(mode.attend, mode.on_gpus if options.joined else None, FUNCTIONS), mode):
             stack.enter_context(each)
         log.begin(0)
         log.attend(memory, keys, comm, form.axis, HERE, shared)
@@ -146,13 +157,11 @@ class _NotedAgain:
         """Return the transport of a rank, which notes on this tape."""
         return RecordingTransport(rank, self.tape, joined=self._joined)
 
-    def note(self, event: Event, where: str) -> None:
+    def note(self, event: EventRun | Noted | LoggedAttention, where: str) -> None:
         """Note an event; of attention that was recorded alone, at the exchange point `where`."""
-        kind = type(event)
-        if kind is Operator:
-            self.tape.operator(event)  # type: ignore[arg-type]  # isinstance takes longer, for thousands of events
-        elif kind is int:
-            self.memory.change(event)  # type: ignore[arg-type]
+        if isinstance(event, EventRun):
+            self.tape.operators(event.operators)
+            self.memory.change_all(event.num_bytes, event.most)
         else:
             assert isinstance(event, Noted)
             self._call(event, where)

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.pipeline.planner.image_ranks import ImageRanks
+from patchpar.pipeline.planner.image_ranks import ImageRanks, PlacedTapes
 from patchpar.pipeline.planner.rank_memory import RankMemory, memory_of
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
 from patchpar.plan.exchange_policy import CachedPartials
@@ -149,30 +149,38 @@ class PlanForecasts:
         assumed: CostAssumptions = ASSUMED,
     ) -> None:
         plan_fits(plan, machine)
-        self._recorded, self._plan, self._machine, self._assumed = ranks.tapes, plan, machine, assumed
-        self._prices: dict[str, Prices] = {}
+        self._ranks, self._plan, self._machine, self._assumed = ranks, plan, machine, assumed
+        self._prices: dict[str, PlacedTapes] = {}
         self._priced: dict[tuple[int, str], Tape] = {}
-        self._topology, self._pairs = machine.topology(), pairs_of(ranks.tapes)
+        self._topology, self._pairs = machine.topology(), pairs_of(ranks.messages)
         self._replays: dict[object, Replayed] = {}
-        parts = [steps_of(tape) for tape in ranks.tapes]
-        steps_in_order = [name for name in parts[0] if name not in ("", ENCODE, DECODE)]
+        steps_in_order = [name for name in steps_of(ranks.recorded[0].tape) if name not in ("", ENCODE, DECODE)]
         self._later = steps_in_order[min(1, len(steps_in_order) - 1) :][-steps_of_turn(plan) :]
-        self._last_step = parts[0][self._later[-1]]
+        steps_sources = [each.steps for each in ranks.sources]
+        later = {rank: self._later_steps(ranks.recorded[rank].tape) for rank in dict.fromkeys(steps_sources)}
+        self._last_step = later[0][-1]
+        sent = {rank: _mean_bytes(found) for rank, found in later.items()}
+        copied = {rank: sum(map(bytes_copied, found)) // len(found) for rank, found in later.items()}
+        flops = {rank: sum(map(_flops, found)) // len(found) for rank, found in later.items()}
         self._make = partial(
             Forecast,
             plan=plan,
             machine=machine,
             steps=steps,
             warm_up_steps=min(warm_up_steps, steps),
-            bytes_sent=[_mean_bytes([each[name] for name in self._later]) for each in parts],
-            memory=[memory_of(rank) for rank in ranks.ranks],
-            copied=[sum(bytes_copied(each[name]) for name in self._later) // len(self._later) for each in parts],
-            flops=[sum(_flops(each[name]) for name in self._later) // len(self._later) for each in parts],
+            bytes_sent=[sent[rank] for rank in steps_sources],
+            memory=[memory_of(rank) for rank in ranks.without_tapes],
+            copied=[copied[rank] for rank in steps_sources],
+            flops=[flops[rank] for rank in steps_sources],
         )
+
+    def _later_steps(self, tape: Tape) -> list[Tape]:
+        parts = steps_of(tape)
+        return [parts[name] for name in self._later]
 
     def on(self, order: tuple[int, ...] = ()) -> Forecast:
         """Return the forecast with ranks on the devices of this order; the first ones without it."""
-        topology, size = _ordered(self._topology, order), len(self._recorded)
+        topology, size = _ordered(self._topology, order), len(self._ranks.sources)
         devices = [self._machine.device_at(order[rank] if order else rank) for rank in range(self._plan.world_size)]
         form = links_of(self._plan.data, size, self._pairs, topology), tuple(each.name for each in devices)
         if form not in self._replays:
@@ -198,14 +206,16 @@ class PlanForecasts:
         )
 
     def _of_links(self, topology: Topology) -> Iterator[str]:
-        if any(map(bytes_copied, self._recorded)) and not isinstance(self._machine, MeasuredMachine):
+        recorded = {rank for each in self._ranks.sources for rank in (each.steps, each.decode)}
+        copies = any(bytes_copied(self._ranks.recorded[rank].tape) for rank in recorded)
+        if copies and not isinstance(self._machine, MeasuredMachine):
             rate = min(each.rate for each in topology.path(0, 0).resources)
             yield f"host: {rate / 1e9:.3g} GB/s from its memory to each device"
         yield from self._machine.assumptions()
 
     def _replayed(self, devices: Sequence[Device], topology: Topology) -> Replayed:
         """Return the replay of all ranks on these devices; of images on equal devices one stands for all."""
-        size = len(self._recorded)
+        size = len(self._ranks.sources)
         images = [devices[first : first + size] for first in range(0, len(devices), size)]
         if any([each.name for each in image] != [each.name for each in images[0]] for image in images):
             tapes = [
@@ -215,14 +225,15 @@ class PlanForecasts:
             ]
             return replay(tapes, topology)
         tapes = [self._tape(rank, device) for rank, device in enumerate(images[0])]
-        return replay_groups(tapes, len(images), topology).slowest
+        return replay_groups(tapes, len(images), topology, self._pairs).slowest
 
     def _tape(self, rank: int, device: Device) -> Tape:
         """Return the program of a rank with the prices of a device."""
         key = rank, device.name
         if key not in self._priced:
-            prices = self._prices.setdefault(device.name, Prices(device, self._assumed))
-            self._priced[key] = prices.of(self._recorded[rank])
+            if device.name not in self._prices:
+                self._prices[device.name] = PlacedTapes(self._ranks, Prices(device, self._assumed).of)
+            self._priced[key] = self._prices[device.name].of(rank)
         return self._priced[key]
 
 

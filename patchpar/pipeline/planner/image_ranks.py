@@ -8,15 +8,16 @@ recorded too.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 from patchpar.errors import PlanError
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.tape_recorder import DECODE, DECODE_NUMBERS
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
-from patchpar.plan.replay.tape import Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import Boundary, Leave, Receive, Send, Tape, TapeEntry, Wait
 
 RECORDED = 3
 """Ranks along an axis up to which all are recorded; of more, the first, one between, and the last."""
@@ -31,18 +32,93 @@ class SourcesOfRank:
     decode: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ImageRanks:
-    """The `ranks` of one image, in order; those that were recorded, by rank, and for each rank its sources."""
+    """The ranks of one image under a plan: those that were recorded, by rank, and for each rank its sources."""
 
-    ranks: tuple[RecordedRank, ...]
+    plan: Plan
     recorded: Mapping[int, RecordedRank]
     sources: tuple[SourcesOfRank, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[RecordedRank, ...]:
+        """The ranks in order."""
+        tapes = PlacedTapes(self, lambda tape: tape)
+        return tuple(replace(each, tape=tapes.of(rank)) for rank, each in enumerate(self.without_tapes))
+
+    @cached_property
+    def without_tapes(self) -> tuple[RecordedRank, ...]:
+        """The ranks in order, but for their tapes, which are empty."""
+        return tuple(self._without_tape(rank, source) for rank, source in enumerate(self.sources))
+
+    def _without_tape(self, rank: int, source: SourcesOfRank) -> RecordedRank:
+        """Return a rank with the memory of one recorded rank, while decoding that of another."""
+        steps, decode = self.recorded[source.steps], self.recorded[source.decode]
+        peaks, working = _in_phases(steps.peaks, decode.peaks), _in_phases(steps.working, decode.working)
+        return replace(steps, rank=rank, tape=(), peaks=peaks, working=working)
 
     @property
     def tapes(self) -> tuple[Tape, ...]:
         """The tape of each rank."""
         return tuple(rank.tape for rank in self.ranks)
+
+    @cached_property
+    def messages(self) -> tuple[Tape, ...]:
+        """What each rank sends and waits for, without the other entries of its tape."""
+        tapes = PlacedTapes(self, _messages)
+        return tuple(map(tapes.of, range(len(self.sources))))
+
+
+class PlacedTapes:
+    """The tapes of the ranks of an image, each made of those of its sources.
+
+    `change` makes other tapes of recorded ones, or of parts of them, with the same messages or fewer: what several
+    ranks have is changed once.
+    """
+
+    def __init__(self, ranks: ImageRanks, change: Callable[[Tape], Tape]) -> None:
+        self._ranks, self._change = ranks, change
+        self._whole = cache(lambda rank: change(ranks.recorded[rank].tape))
+        self._parts = cache(self._changed_parts)
+
+    def of(self, rank: int) -> Tape:
+        """Return the tape of a rank: the steps of one recorded rank and the decoding of another."""
+        plan, source = self._ranks.plan, self._ranks.sources[rank]
+        if source == SourcesOfRank(rank, rank):
+            return self._whole(rank)
+        size = len(self._ranks.sources)
+        in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(plan.world_size)}
+        in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
+        steps, decode = self._parts(source.steps), self._parts(source.decode)
+        to_root = decode.to_root if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
+        found, sent = list[TapeEntry](), Counter[int]()
+        _add_part(steps.front, in_steps, frozenset(), sent, found)
+        _add_part(decode.decoding, in_decode, to_root, sent, found)
+        _add_part(steps.pending, in_steps, frozenset(), sent, found)
+        return tuple(found)
+
+    def _changed_parts(self, rank: int) -> "_Parts":
+        front, back = _divided(self._ranks.recorded[rank].tape)
+        decoding = tuple(entry for entry in back if not _is_pending(entry))
+        return _Parts(
+            front=self._change(front),
+            decoding=self._change(decoding),
+            pending=self._change(tuple(filter(_is_pending, back))),
+            to_root=_to_root(decoding),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """A tape until the last step's end, what follows, and waits in that for what was sent in the steps.
+
+    `to_root`: see `_to_root`, of what follows.
+    """
+
+    front: Tape
+    decoding: Tape
+    pending: Tape
+    to_root: frozenset[str]
 
 
 def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRanks:
@@ -57,7 +133,7 @@ def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRa
             if rank not in found:
                 found[rank] = record(rank)
         ranks = ranks_from(plan, found, sources)
-        odd = {rank for pair in unequal_pairs(ranks.tapes) for rank in pair}
+        odd = {rank for pair in unequal_pairs(ranks.messages) for rank in pair}
         if not odd:
             return ranks
         more = odd - kept - {rank for rank in odd if sources[rank] == SourcesOfRank(rank, rank)}
@@ -68,8 +144,7 @@ def ranks_of_image(plan: Plan, record: Callable[[int], RecordedRank]) -> ImageRa
 
 def ranks_from(plan: Plan, recorded: Mapping[int, RecordedRank], sources: Sequence[SourcesOfRank]) -> ImageRanks:
     """Return the ranks of an image. `sources`: for each rank those that were recorded for it."""
-    ranks = tuple(_rank(plan, recorded, rank, source) for rank, source in enumerate(sources))
-    return ImageRanks(ranks=ranks, recorded=recorded, sources=tuple(sources))
+    return ImageRanks(plan=plan, recorded=recorded, sources=tuple(sources))
 
 
 def _sources(plan: Plan, rank: int) -> SourcesOfRank:
@@ -106,28 +181,6 @@ def _mesh(plan: Plan, rank: int) -> Mesh:
     return Mesh(rank, range(plan.world_size), **plan.degrees())
 
 
-def _rank(plan: Plan, recorded: Mapping[int, RecordedRank], rank: int, source: SourcesOfRank) -> RecordedRank:
-    """Return a rank with the steps of one recorded rank and the decoding of another."""
-    steps, decode = recorded[source.steps], recorded[source.decode]
-    if source == SourcesOfRank(rank, rank):
-        return steps
-    size = plan.world_size // plan.data
-    in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(plan.world_size)}
-    in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
-    front, back = _parts(steps.tape)
-    end = _parts(decode.tape)[1]
-    pending = [entry for entry in back if _is_pending(entry)]
-    decoding = [entry for entry in end if not _is_pending(entry)]
-    to_root = _to_root(decoding) if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
-    tape = (
-        *(_renumbered(entry, in_steps) for entry in front),
-        *(_renumbered(entry, in_decode, to_root) for entry in decoding),
-        *(_renumbered(entry, in_steps) for entry in pending),
-    )
-    peaks, working = _in_phases(steps.peaks, decode.peaks), _in_phases(steps.working, decode.working)
-    return replace(steps, rank=rank, tape=tuple(_counted(tape)), peaks=peaks, working=working)
-
-
 def _is_pending(entry: TapeEntry) -> bool:
     """Whether a rank waits, while decoding, for what was sent in the steps."""
     if isinstance(entry, Leave):
@@ -140,19 +193,29 @@ def _in_phases(steps: Mapping[str, int], decode: Mapping[str, int]) -> dict[str,
     return {**steps, **({DECODE: decode[DECODE]} if DECODE in decode else {})}
 
 
-def _counted(tape: Sequence[TapeEntry]) -> Iterator[TapeEntry]:
-    """Yield the entries, what is sent while decoding counted again: messages to a neighbour and to the first rank."""
-    sent: Counter[int] = Counter()
-    for entry in tape:
-        if isinstance(entry, Send) and entry.number >= DECODE_NUMBERS:
-            (peer,) = entry.peers
-            yield entry.to(peer, number=DECODE_NUMBERS + sent[peer])
-            sent[peer] += 1
+def _add_part(part: Tape, peers: Peers, to_root: frozenset[str], sent: Counter[int], found: list[TapeEntry]) -> None:
+    """Add a part to the tape of a rank with these peers. `to_root`: exchange points whose messages stay as they are.
+
+    What is sent while decoding is counted again, in `sent`: messages to a neighbour and to the first rank.
+    """
+    for entry in part:
+        kind = type(entry)
+        if kind is Send:
+            assert isinstance(entry, Send)
+            moved = entry if entry.where in to_root else entry.to(*[peers[peer] for peer in entry.peers])
+            if moved.number >= DECODE_NUMBERS:
+                (peer,) = moved.peers
+                moved = moved.to(peer, number=DECODE_NUMBERS + sent[peer])
+                sent[peer] += 1
+            found.append(moved)
+        elif kind is Receive or kind is Wait:
+            assert isinstance(entry, (Receive, Wait))
+            found.append(entry.of(peers[entry.sender]))
         else:
-            yield entry
+            found.append(entry)
 
 
-def _parts(tape: Tape) -> tuple[Tape, Tape]:
+def _divided(tape: Tape) -> tuple[Tape, Tape]:
     """Return a tape until the last step's end, and what follows."""
     last = Boundary(DECODE, is_step=True)
     ends = (at for at, entry in enumerate(tape) if isinstance(entry, Boundary) and entry == last)
@@ -178,32 +241,21 @@ def _to_root(tape: Sequence[TapeEntry]) -> frozenset[str]:
     return frozenset(where for where, found in peers.items() if found == {0})
 
 
-def _renumbered(entry: TapeEntry, peers: Peers, to_root: frozenset[str] = frozenset()) -> TapeEntry:
-    if isinstance(entry, Operator):  # as most of them are
-        return entry
-    if isinstance(entry, Send):
-        if entry.where in to_root:
-            return entry
-        return entry.to(*(peers[peer] for peer in entry.peers))
-    return entry.of(peers[entry.sender]) if isinstance(entry, (Receive, Wait)) else entry
+def _messages(tape: Tape) -> Tape:
+    return tuple([entry for entry in tape if type(entry) is Send or type(entry) is Wait])
 
 
 def unequal_pairs(tapes: Sequence[Tape]) -> list[tuple[int, int]]:
     """Return pairs (sender, receiver) of which one does not send what the other waits for, by number and bytes."""
     sent, awaited = dict[tuple[int, int], dict[int, int]](), dict[tuple[int, int], dict[int, int]]()
     for rank, tape in enumerate(tapes):
-        for pair, number, num_bytes, is_sent in _messages(rank, tape):
-            (sent if is_sent else awaited).setdefault(pair, {})[number] = num_bytes
+        for entry in tape:
+            if isinstance(entry, Send):
+                for peer in entry.peers:
+                    sent.setdefault((rank, peer), {})[entry.number] = entry.num_bytes
+            elif isinstance(entry, Wait):
+                awaited.setdefault((entry.sender, rank), {})[entry.number] = entry.num_bytes
     return [pair for pair in {*sent, *awaited} if not _is_covered(awaited.get(pair, {}), sent.get(pair, {}))]
-
-
-def _messages(rank: int, tape: Tape) -> Iterator[tuple[tuple[int, int], int, int, bool]]:
-    for entry in tape:
-        if isinstance(entry, Send):
-            for peer in entry.peers:
-                yield (rank, peer), entry.number, entry.num_bytes, True
-        elif isinstance(entry, Wait):
-            yield (entry.sender, rank), entry.number, entry.num_bytes, False
 
 
 def _is_covered(awaited: Mapping[int, int], sent: Mapping[int, int]) -> bool:

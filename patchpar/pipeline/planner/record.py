@@ -21,21 +21,32 @@ from torch import nn
 
 from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
-from patchpar.models.dry_run.dry_run import emptied, needs_values, on_the_cpu, weight_bytes, with_few_steps
+from patchpar.models.dry_run.dry_run import (
+    emptied,
+    needs_values,
+    on_the_cpu,
+    weight_bytes,
+    weight_tensors,
+    with_few_steps,
+)
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
+from patchpar.models.dry_run.rms_norm import FUNCTIONS
+from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.conditioners import conditioners_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
+from patchpar.pipeline.planner.noted_decoding import note_decodings
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_runner import RecordingContext, RecordingRunner
 from patchpar.pipeline.planner.recording_transport import RecordingTransport
 from patchpar.pipeline.planner.repeated_blocks import RepeatedBlocks
+from patchpar.pipeline.planner.repeated_encoders import RepeatedEncoders
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, TapeRecorder
 from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh import Mesh
@@ -81,8 +92,9 @@ class Recording:
         if not 0 <= rank < self.plan.world_size:
             raise PlanError(f"rank {rank} of plan {self.plan}: use 0 to {self.plan.world_size - 1}")
         derived = self._derived(rank)
-        if derived is not None:
-            return derived
+        return self._of_rank(rank) if derived is None else derived
+
+    def _of_rank(self, rank: int) -> RecordedRank:
         self._find_before(rank)
         log = CallLog()
         tape, memory = LoggedTape(log, joined=self.options.joined), LoggedBytes(log, ENCODE)
@@ -93,15 +105,19 @@ class Recording:
             with ExitStack() as stack:
                 if self.options.joined:
                     stack.enter_context(fused_without_values())
-                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None)
+                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None, FUNCTIONS)
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())
-                self._repeat_blocks(hooks, log, tape, memory)
+                self._repeat(hooks, log, tape, memory)
                 attend = partial(log.attend, memory)
                 runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
                 self._note_phases(hooks, memory, tape)
-                return self._recorded(runner, memory, tape, log)
+                decodings = note_decodings(hooks, self.networks if self.plan.world_size == 1 else {})
+                found = self._recorded(runner, memory, tape, log)
+                if self.plan.world_size == 1:
+                    self.options.learnt.decodings = decodings
+                return found
         except (NotImplementedError, RuntimeError) as error:
             raise needs_values(self.pipe, error) from error
 
@@ -118,9 +134,7 @@ class Recording:
         check_plan_for(model, self.plan, self.kwargs)  # weights are divided at the first call
         options = CallOptions(plan=self.plan, verify=False, vae=self.options.vae, quiet=True)
         try:
-            if not self._is_known:
-                runner.generate(self.kwargs, options)
-                runner.learn()
+            self._learn(runner, options)
             runner.begin_recording(partial(memory.begin, ENCODE))
             runner.generate(self.kwargs, options)
             found = RecordedRank(  # before weights are gathered to restore the networks
@@ -137,20 +151,37 @@ class Recording:
         finally:
             runner.restore()
 
+    def _learn(self, runner: RecordingRunner, options: CallOptions) -> None:
+        """Find what a first call shows that is not like any other; if only VAEs show it, without the rest of it."""
+        known = self.options.learnt.decodings
+        decodings = [] if known is None else [each for each in known if each is not None]
+        if not self._is_like_others:
+            runner.generate(self.kwargs, options)
+        elif self.plan.world_size == self.plan.data or self.options.learnt.has_decoded:
+            return
+        elif known is None or len(decodings) < len(known):
+            runner.generate(self.kwargs, options)
+        else:
+            runner.decode(decodings, options)
+        runner.learn()
+
     def _find_before(self, rank: int) -> None:
         """Find what the recording of a rank needs: what the first rank encodes, and how features are divided."""
         first = rank - Mesh(rank, range(self.plan.world_size), **self.plan.degrees()).of_one_image().rank
         if self.plan.encoders == "one" and rank != first and not self._encoded.are_known:
-            self.of_rank(first)
+            self._of_rank(first)  # a derived one encodes nothing
         if self.plan.tensor > 1:
             self.options.features.search(self.pipe, denoisers_of(self.pipe), self.kwargs, self.plan.tensor)
 
-    def _repeat_blocks(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
-        """Note equal blocks again, where none keeps values and all have their weights."""
-        whole = self.plan.weights == "whole" and self.plan.stage * self.plan.tensor == 1
-        if self._logged is None or not whole or (self.plan.patch > 1 and self.plan.strategy.policy.remembers):
+    def _repeat(self, hooks: HookSet, log: CallLog, tape: LoggedTape, memory: LoggedBytes) -> None:
+        """Note encoders and equal blocks again, where all have their weights, and of blocks none keeps values."""
+        plan = self.plan
+        if self._logged is None or plan.weights != "whole" or plan.stage * plan.tensor > 1:
             return
-        RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
+        if plan.encoders != "one":
+            RepeatedEncoders(log, tape, memory, self._logged.encoders).install(hooks, encoders_of(self.pipe))
+        if plan.patch == 1 or not plan.strategy.policy.remembers:
+            RepeatedBlocks(log, tape, memory, self._logged.block_forms).install(hooks, self.networks)
 
     @property
     def _slots(self) -> int:
@@ -161,17 +192,15 @@ class Recording:
         return sum(SLOTS * max(map(weight_bytes, blocks_of(each).values()), default=0) for each in networks)
 
     @property
-    def _is_known(self) -> bool:
-        """Whether the first call is like any other: nothing is to be learnt in it, and no weights are divided."""
+    def _is_like_others(self) -> bool:
+        """Whether the first call is like any other but for VAEs: denoisers learn nothing, no weights are divided."""
         plan, learnt = self.plan, self.options.learnt
         bands = [each for each in denoisers_of(self.pipe).values() if splits_into_bands(each)]
         if plan.weights != "whole" or plan.stage * plan.tensor > 1:
             return False
         if plan.patch > 1 and not all(each in learnt.sites for each in bands):
             return False
-        if plan.cfg > 1 and learnt.calls_by_branch is not False:
-            return False
-        return plan.world_size == plan.data or learnt.has_decoded
+        return plan.cfg == 1 or learnt.calls_by_branch is False
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(note: Callable[[], None], *_: Any) -> None:
@@ -188,9 +217,6 @@ class Recording:
 
 def _weight_bytes(network: nn.Module, memory: LiveBytes) -> int:
     """Return the bytes of the storages of weights that are not counted in `memory`, each once."""
-    storages = {
-        id(x.untyped_storage()): x.untyped_storage().nbytes()
-        for x in (*network.parameters(), *network.buffers())
-        if not memory.counts(x)
-    }
-    return sum(storages.values())
+    with torch._C.DisableTorchFunction():  # a mode would see each look at a storage
+        storages = {id(storage): storage for storage in (x.untyped_storage() for x in weight_tensors(network))}
+        return sum(each.nbytes() for key, each in storages.items() if not memory.counts(key))

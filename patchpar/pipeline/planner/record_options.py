@@ -3,7 +3,7 @@
 And token plans of transformers without values: those that come with the package, or were found by a real call before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import diffusers
@@ -12,6 +12,8 @@ from torch import nn
 from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.meta_mode import KnownForms
 from patchpar.pipeline.planner.feature_plans import KnownFeatures
+from patchpar.pipeline.planner.noted_decoding import Decoding
+from patchpar.shard.fingerprint import Fingerprint
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.unet.discover import ExchangeSites
@@ -44,12 +46,17 @@ class KnownTokens:
 class LearntFacts:
     """What the first call of a model finds: exchange points of UNets, and, by VAE and method, `SplitMethod.feeds`.
 
+    And what is looked up for it: token plans of transformers, and fingerprints. `decodings`: what VAEs decode in a call
+    of one rank; None if not known.
     `calls_by_branch`: guidance has a call for each branch, the first of which every rank makes; None if not known.
     """
 
     sites: dict[nn.Module, ExchangeSites] = field(default_factory=dict)
     feeds: dict[tuple[nn.Module, str], dict[str, bool]] = field(default_factory=dict)
+    tokens: dict[nn.Module, TokenPlan] = field(default_factory=dict)
+    fingerprints: dict[nn.Module, Fingerprint] = field(default_factory=dict)
     has_decoded: bool = False
+    decodings: Sequence[Decoding | None] | None = None
     calls_by_branch: bool | None = None
 
 

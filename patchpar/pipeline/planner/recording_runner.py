@@ -9,10 +9,12 @@ from patchpar.errors import PlanError
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.cuts_without_values import CutsWithoutValues
+from patchpar.pipeline.planner.noted_decoding import Decoding
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
+from patchpar.pipeline.planner.unchanged_network import UnchangedNetwork
 from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.pipeline.runner import PipelineRunner
@@ -98,6 +100,13 @@ class RecordingRunner(PipelineRunner):
             self._options.learnt.calls_by_branch = self._installed.guidance.has_calls_by_branch
         self._options.learnt.has_decoded |= self._installed.vaes is not None
 
+    def decode(self, decodings: Iterable[Decoding], options: CallOptions) -> None:
+        """Decode what a call decodes, without the rest of it, so that the VAEs are as after a first call."""
+        self.install(**options.to_install)
+        with self._installed.running():
+            for each in decodings:
+                each.again()
+
     def begin_recording(self, begin: Callable[[], None]) -> None:
         """Record the calls from now on. `begin` is called when one begins."""
         self._begin = begin
@@ -124,12 +133,16 @@ class RecordingRunner(PipelineRunner):
 
     def _prepare(self, part: Any, plan: Plan) -> None:
         """Give a part of a denoiser what real ranks find by values, or at their first call."""
+        learnt = self._options.learnt
         if isinstance(part, SharedDenoiser):
             part.patch.attend = self._attend
+            part.watched = UnchangedNetwork(part.denoiser, learnt.fingerprints)
         if isinstance(part, TokenDenoiser):
-            part.use_plan(self._options.tokens.of(part.denoiser))
+            if part.denoiser not in learnt.tokens:
+                learnt.tokens[part.denoiser] = self._options.tokens.of(part.denoiser)
+            part.use_plan(learnt.tokens[part.denoiser])
         if isinstance(part, PatchedDenoiser) and plan.weights == "whole":  # else more calls learn the order
-            part.sites = self._options.learnt.sites.get(part.denoiser)
+            part.sites = learnt.sites.get(part.denoiser)
         if isinstance(part, StagedDenoiser):
             part.find_cuts = CutsWithoutValues
 

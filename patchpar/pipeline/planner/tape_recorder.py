@@ -5,7 +5,7 @@ from DECODE_NUMBERS on for what is sent after a step has ended. So are the opera
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from patchpar.plan.replay.tape import COPIED, Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
@@ -59,6 +59,10 @@ class TapeRecorder:
     def operator(self, found: Operator) -> None:
         """Note an operator."""
         self._entries.append(found)
+
+    def operators(self, found: Sequence[Operator]) -> None:
+        """Note several operators."""
+        self._entries.extend(found)
 
     def send(self, peer: int, by_kind: Mapping[str, int], label: str, where: str, *, bulk: bool = False) -> None:
         """Note a message to one rank; `by_kind`: its bytes."""

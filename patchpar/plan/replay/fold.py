@@ -30,12 +30,15 @@ class FoldedReplay:
         return max((each for _, each in self.found), key=lambda each: each.seconds)
 
 
-def replay_groups(tapes: Sequence[Tape], groups: int, topology: Topology) -> FoldedReplay:
+def replay_groups(
+    tapes: Sequence[Tape], groups: int, topology: Topology, pairs: Sequence[tuple[int, int]] | None = None
+) -> FoldedReplay:
     """Replay `groups` times the ranks of `tapes`: rank i of group g is rank g * len(tapes) + i of the topology.
 
+    `pairs`: of `pairs_of(tapes)`, if they are known.
     Raises PlanError where a rank sends to one of another group, Deadlock.
     """
-    size, pairs = len(tapes), pairs_of(tapes)
+    size, pairs = len(tapes), pairs_of(tapes) if pairs is None else pairs
     by_form: dict[object, list[tuple[int, ...]]] = {}
     for together in _sharing(groups, size, pairs, topology):
         by_form.setdefault(_form(together, size, pairs, topology), []).append(together)

@@ -13,9 +13,9 @@ Messages that are not bulk queue behind each other only. While bulk is there too
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
 from patchpar.plan.replay.tape import Boundary, Kernel, Leave, Operator, Receive, Send, Tape, Wait
@@ -64,15 +64,21 @@ def replay(tapes: Sequence[Tape], topology: Topology) -> Replayed:
     return _Replay(tapes, topology).run()
 
 
-class _Key(NamedTuple):
-    number: int
-    sender: int
-    receiver: int
+_Key = tuple[int, int, int]
+"""Number, sender and receiver of a message: a named tuple takes several times as long to make."""
 
 
 class _Step(NamedTuple):
     name: str
     start: float
+
+
+class _PairRoute(NamedTuple):
+    """A route: the queue and the rate of each resource, the least of these rates, and the latency; no rate: 0."""
+
+    resources: tuple[tuple["_Queue", float], ...]
+    least_rate: float
+    latency: float
 
 
 @dataclass(slots=True)
@@ -128,45 +134,59 @@ class _Replay:
         self._asleep: dict[int, _Key] = {}
         self._intervals: list[Interval] = []
         self._heap = [(0.0, rank) for rank in range(len(tapes))]
+        self._pair_routes: dict[tuple[int, int], _PairRoute] = {}
+        self._actions: dict[type, Callable[[int, Any], bool]] = {
+            Kernel: self._compute,
+            Send: self._send_all,
+            Receive: self._receive,
+            Wait: self._is_over,
+            Leave: self._is_over,
+            Boundary: self._pass_boundary,
+            Operator: self._refuse,
+        }
 
     def run(self) -> Replayed:
-        while self._heap:
-            _, rank = heapq.heappop(self._heap)
-            if self._next[rank] == len(self._tapes[rank]):
+        heap = self._heap
+        first = heapq.heappop(heap) if heap else None
+        while first is not None:
+            _, rank = first
+            tape, number = self._tapes[rank], self._next[rank]
+            if number == len(tape):
                 self._step(rank, "")
-                continue
-            self._next[rank] += self._runs(rank)
-            if rank not in self._asleep:
-                heapq.heappush(self._heap, (self._clock[rank], rank))
+            else:
+                entry = tape[number]
+                self._next[rank] += self._actions[type(entry)](rank, entry)
+                if rank not in self._asleep:
+                    first = heapq.heappushpop(heap, (self._clock[rank], rank))
+                    continue
+            first = heapq.heappop(heap) if heap else None
         if self._asleep:
             raise Deadlock("; ".join(map(self._stuck, sorted(self._asleep))) + ": send each message before its wait")
         return Replayed(tuple(self._clock), tuple(self._waited), tuple(self._intervals))
 
-    def _runs(self, rank: int) -> bool:
-        """Run the next entry of a rank; return False where it waits, and comes to it again."""
-        entry = self._tapes[rank][self._next[rank]]
-        if isinstance(entry, Kernel):
-            self._compute(rank, entry)
-        elif isinstance(entry, Send):
-            for peer in entry.peers:
-                self._send(rank, peer, entry)
-        elif isinstance(entry, Receive):
-            self._receive(rank, entry)
-        elif isinstance(entry, (Wait, Leave)):
-            return self._is_over(rank, entry)
-        elif isinstance(entry, Operator):
-            raise PlanError(f"{entry.name} of rank {rank} has no price: replay what `Prices.of` returns")
-        elif isinstance(entry, Boundary) and entry.is_step:
-            self._step(rank, entry.name)
-        return True
+    # Each action returns whether the entry is over: where it waits, the rank comes to it again.
 
-    def _compute(self, rank: int, entry: Kernel) -> None:
+    def _compute(self, rank: int, entry: Kernel) -> bool:
         late = self._host[rank] + entry.after_launch - (self._clock[rank] + entry.seconds)
         if late > 0:
             self._advance(rank, LAUNCH, entry.name, late)
         if entry.seconds:
             self._advance(rank, COMPUTE, entry.name, entry.seconds)
         self._host[rank] += entry.host
+        return True
+
+    def _pass_boundary(self, rank: int, entry: Boundary) -> bool:
+        if entry.is_step:
+            self._step(rank, entry.name)
+        return True
+
+    def _refuse(self, rank: int, entry: Operator) -> bool:
+        raise PlanError(f"{entry.name} of rank {rank} has no price: replay what `Prices.of` returns")
+
+    def _send_all(self, rank: int, entry: Send) -> bool:
+        for peer in entry.peers:
+            self._send(rank, peer, entry)
+        return True
 
     def _step(self, rank: int, name: str) -> None:
         """Begin a step, and end the one before."""
@@ -182,7 +202,7 @@ class _Replay:
     def _send(self, rank: int, peer: int, entry: Send) -> None:
         if not 0 <= peer < len(self._tapes):
             raise PlanError(f"rank {rank} sends to rank {peer} of {len(self._tapes)}: use 0 to {len(self._tapes) - 1}")
-        key = _Key(entry.number, rank, peer)
+        key = entry.number, rank, peer
         if entry.operation:
             self._operations[rank, entry.operation].append(key)
             if key not in self._expected:
@@ -190,28 +210,30 @@ class _Replay:
                 return
         self._pass(key, entry, self._clock[rank])
 
-    def _receive(self, rank: int, entry: Receive) -> None:
-        key = _Key(entry.number, entry.sender, rank)
-        if key in self._held:
-            self._pass(key, self._held.pop(key), self._clock[rank])
-        else:
+    def _receive(self, rank: int, entry: Receive) -> bool:
+        key = entry.number, entry.sender, rank
+        held = self._held.pop(key, None)
+        if held is None:
             self._expected.add(key)
+        else:
+            self._pass(key, held, self._clock[rank])
+        return True
 
     def _pass(self, key: _Key, entry: Send, at: float) -> None:
         """Let a message leave, and wake who waits for it."""
         self._arrivals[key] = self._arrival(key, entry, at)
-        for rank in (key.sender, key.receiver):
+        for rank in key[1:] if self._asleep else ():
             if self._asleep.get(rank) == key:
                 del self._asleep[rank]
                 heapq.heappush(self._heap, (self._clock[rank], rank))
 
     def _arrival(self, key: _Key, entry: Send, at: float) -> float:
-        route = self._topology.path(key.sender, key.receiver)
-        end, slowest = at, max((entry.num_bytes / each.rate for each in route.resources), default=0.0)
-        for resource in route.resources:
-            queue, seconds = self._queues[resource.name], entry.num_bytes / resource.rate
+        way, num_bytes = self._pair_route(key[1], key[2]), entry.num_bytes
+        end, slowest = at, num_bytes / way.least_rate if way.least_rate else 0.0
+        for queue, rate in way.resources:
+            seconds = num_bytes / rate
             if entry.bulk:
-                start, over = queue.behind_all(key, at, seconds, route.latency)
+                start, over = queue.behind_all(key, at, seconds, way.latency)
             else:
                 start, over = queue.beside_bulk(at, seconds)
                 for held_up, each in queue.bulk.items():
@@ -219,7 +241,16 @@ class _Replay:
             end = max(end, over)
             if not entry.operation:
                 at = max(at, start + seconds - slowest)
-        return end + route.latency
+        return end + way.latency
+
+    def _pair_route(self, sender: int, receiver: int) -> _PairRoute:
+        found = self._pair_routes.get((sender, receiver))
+        if found is None:
+            route = self._topology.path(sender, receiver)
+            resources = tuple((self._queues[each.name], each.rate) for each in route.resources)
+            least = min((rate for _, rate in resources), default=0.0)
+            found = self._pair_routes[sender, receiver] = _PairRoute(resources, least, route.latency)
+        return found
 
     def _is_over(self, rank: int, entry: Wait | Leave) -> bool:
         """Wait for messages; return whether all are here. Those that others hold up meanwhile are waited for again."""
@@ -239,13 +270,13 @@ class _Replay:
 
     def _awaited(self, rank: int, entry: Wait | Leave) -> Sequence[_Key]:
         if isinstance(entry, Wait):
-            return (_Key(entry.number, entry.sender, rank),)
+            return ((entry.number, entry.sender, rank),)
         return self._operations[rank, entry.operation]
 
     def _stuck(self, rank: int) -> str:
-        entry, key = self._tapes[rank][self._next[rank]], self._asleep[rank]
+        entry, (number, sender, receiver) = self._tapes[rank][self._next[rank]], self._asleep[rank]
         assert isinstance(entry, (Wait, Leave))
         at = f"rank {rank} waits at {entry.where or 'a wait'}"
         if isinstance(entry, Wait):
-            return f"{at} for exchange {key.number} of rank {key.sender}"
-        return f"{at} until rank {key.receiver} comes to exchange {key.number}"
+            return f"{at} for exchange {number} of rank {sender}"
+        return f"{at} until rank {receiver} comes to exchange {number}"

@@ -144,7 +144,7 @@ def steps_of(tape: Tape) -> dict[str, Tape]:
     found: dict[str, list[TapeEntry]] = {"": []}
     part = found[""]
     for entry in tape:
-        if isinstance(entry, Boundary) and entry.is_step:
+        if type(entry) is Boundary and entry.is_step:
             part = found.setdefault(entry.name, [])
         part.append(entry)
     return {name: tuple(part) for name, part in found.items() if part}

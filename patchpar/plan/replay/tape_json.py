@@ -15,7 +15,13 @@ LONGEST = 2**28
 def to_text(tape: Tape) -> str:
     """Return a recorded tape as text. Raises TypeError for a kernel, which has a price and no operator."""
     positions: dict[TapeEntry, int] = {}
-    order = [positions.setdefault(entry, len(positions)) for entry in tape]
+    known: dict[int, int] = {}  # by id: most entries are an object that is there already
+    order = []
+    for entry in tape:
+        position = known.get(id(entry))
+        if position is None:
+            position = known[id(entry)] = positions.setdefault(entry, len(positions))
+        order.append(position)
     written = json.dumps([[_fields(entry) for entry in positions], order], separators=(",", ":"))
     return base64.b64encode(zlib.compress(written.encode(), 6)).decode()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import modules_of
 from patchpar.shard.transformer.probe.latent import WAY_OUT
 
 CHOICE = "_attention_backend"
@@ -46,7 +47,7 @@ class BackendChoice:
 
     def __init__(self, denoiser: nn.Module) -> None:
         self._kind = type(denoiser).__name__
-        processors = [getattr(module, "processor", None) for module in denoiser.modules()]
+        processors = [getattr(module, "processor", None) for module in modules_of(denoiser)]
         self._all = [each for each in processors if hasattr(each, CHOICE)]
 
     def _free(self) -> list[Any]:

@@ -21,6 +21,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import named_modules_of
 from patchpar.shard.processor_call import looks_up_signatures, without_signature
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
@@ -66,7 +67,7 @@ class TransformerSharder:
         denoiser, plan = self.denoiser, self.plan
         blocks = plan.paths | {path for path, _ in plan.others}
         compiled: tuple[str, ...] = ()
-        for path, module in denoiser.named_modules():
+        for path, module in named_modules_of(denoiser):
             if path and is_compiled(module):
                 compiled = (*compiled, f"{path}.")
             if path in blocks or (path and is_compiled(module)):

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from patchpar.plan.dataclass_json import decoded
+from patchpar.shard.module_tree import modules_of
 from patchpar.shard.transformer.probe.capture import block_candidates
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
 from patchpar.shard.transformer.token_plan_json import to_json
@@ -158,7 +159,7 @@ def _source_of(function: Any) -> str:
 
 def _functions(module: nn.Module) -> Iterator[Any]:
     yield type(module).forward
-    for layer in module.modules():
+    for layer in modules_of(module):
         processor = getattr(layer, "processor", None)
         if processor is not None:
             yield type(layer).forward

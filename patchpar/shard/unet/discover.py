@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import modules_of
 from patchpar.shard.unet.attention_layers import TOKEN_LAYERS, ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
 from patchpar.shard.unet.whole_maps import TransformsMode, modules_with_transforms
@@ -290,6 +291,6 @@ def _is_sample(x: Tensor, sample: Tensor) -> bool:
 
 def splits_into_bands(denoiser: nn.Module) -> bool:
     """Whether a denoiser has padded convolutions and group norms, as UNets have, so that bands may split it."""
-    modules = list(denoiser.modules())
+    modules = modules_of(denoiser)
     padded = any(isinstance(m, (nn.Conv2d, nn.Conv3d)) and m.kernel_size[-1] > 1 and m.stride[-1] == 1 for m in modules)
     return padded and any(isinstance(m, nn.GroupNorm) for m in modules)

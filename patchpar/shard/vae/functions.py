@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import named_modules_of
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.attention import attend
 from patchpar.shard.vae.band import VaeBand
@@ -82,7 +83,7 @@ class BandFunctions(TorchFunctionMode):
 def in_band(vae: nn.Module, band: VaeBand) -> Iterator[None]:
     """Run the VAE on a band while open."""
     with HookSet() as hooks:
-        for path, module in vae.named_modules():
+        for path, module in named_modules_of(vae):
             if path:
                 hooks.before(module, partial(_enter, band, path))
         hooks.callback(band.finish)

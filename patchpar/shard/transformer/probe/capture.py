@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from patchpar.shard.hooks import HookSet
+from patchpar.shard.module_tree import named_modules_of
 from patchpar.shard.sdpa import AttentionCall, SdpaMode, as_torch_lays
 from patchpar.shard.transformer.token_mixing import MixingSevered
 
@@ -187,7 +188,7 @@ def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iter
 
 def block_candidates(denoiser: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield (path, path of its list, module) of every item of every module list."""
-    for name, module in denoiser.named_modules():
+    for name, module in named_modules_of(denoiser):
         if isinstance(module, nn.ModuleList):
             for number, item in enumerate(module):
                 yield f"{name}.{number}", name, item

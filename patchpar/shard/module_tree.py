@@ -1,0 +1,26 @@
+"""The modules of a network in torch's order, listed at once: its own iterators take several times as long."""
+
+from torch import nn
+
+
+def named_modules_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return path and module of all that `network.named_modules()` yields."""
+    found: list[tuple[str, nn.Module]] = []
+    _add(network, "", set(), found)
+    return found
+
+
+def modules_of(network: nn.Module) -> list[nn.Module]:
+    """Return all that `network.modules()` yields."""
+    return [module for _, module in named_modules_of(network)]
+
+
+def _add(module: nn.Module, path: str, known: set[nn.Module], found: list[tuple[str, nn.Module]]) -> None:
+    if module in known:
+        return
+    known.add(module)
+    found.append((path, module))
+    inside = f"{path}." if path else ""
+    for name, part in module._modules.items():
+        if part is not None:
+            _add(part, f"{inside}{name}", known, found)
