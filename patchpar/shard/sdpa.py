@@ -245,5 +245,8 @@ def as_torch_lays(out_BNlD: Tensor) -> Tensor:
     """
     if out_BNlD.ndim != 4:
         return out_BNlD
+    _, heads, tokens, width = out_BNlD.shape
+    if out_BNlD.stride() == (tokens * heads * width, width, heads * width, 1):
+        return out_BNlD  # nearly always
     out_BlND = out_BNlD.transpose(1, 2)
     return out_BNlD if out_BlND.is_contiguous() else out_BlND.contiguous().transpose(1, 2)

@@ -10,7 +10,7 @@ Shape letters: as in `sharded_qkv`; n query heads of this rank, t tokens of the 
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,7 +36,9 @@ def attend_by_heads(
         across, totals, exchange = _plan(axis, degree, shared.sizes, shape, common)
     except PlanError as error:
         raise UnsupportedModel(f"{where}: {error}") from error
-    qkv = exchange.to_heads(comm, where, (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD))
+    like = shared.q_BNlD
+    tokens = shared.buffers(("heads", exchange, like.dtype), partial(exchange.token_buffers, like))
+    qkv = exchange.to_heads(comm, where, (like, shared.k_BMlD, shared.v_BMlD), tokens)
     if across.size == 1 and shared.mask is None:
         out_BnLD = _attend(shared, qkv)
     else:
@@ -46,7 +48,8 @@ def attend_by_heads(
         ).with_heads(*exchange.mine.query)
         alone = across.size == 1
         out_BnLD = attend_to_all(inner, k_BmLD, v_BmLD) if alone else between(comm, across, where, inner)
-    return exchange.to_tokens(comm, where, out_BnLD)
+    outputs = shared.buffers(("outputs", exchange, like.dtype), partial(exchange.output_buffers, like))
+    return exchange.to_tokens(comm, where, out_BnLD, outputs)
 
 
 def _attend(shared: ShardedQKV, qkv: Qkv) -> Tensor:

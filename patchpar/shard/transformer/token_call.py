@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.attention_memory import AttentionMemory
 from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lays, with_attention
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
@@ -41,12 +42,14 @@ class TokenCall:
         self.inside = False
         self.block: BlockCall | None = None
         self._over = False
+        self._memory = AttentionMemory() if split.exchanges_at_once and not torch.is_grad_enabled() else None
         self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
 
     def end(self) -> None:
         """End the call: tensors that the model has kept cannot be gathered any more."""
         self._over = True
         self._cuts.clear()
+        self._memory = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output [B, N, q, E] in the running block. Raises UnsupportedModel, ExchangeError."""
@@ -63,7 +66,7 @@ class TokenCall:
                 f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.runs.attentions[number], call))
+        return as_torch_lays(attend_split(self.split, where, block.runs.attentions[number], call, self._memory))
 
     def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run another function than attention in a module of the block that is watched."""
