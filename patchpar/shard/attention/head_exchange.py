@@ -192,12 +192,17 @@ class HeadExchange:
         if not self._is_packed_at_once:
             torch.cat([pack_tokens(each.of(qkv)).view(-1) for each in self.split], out=into)
             return
-        ranks, tokens, width = self.group.size, self._own, self._width
         if self._is_single:
-            by_rank = [x.view(ranks, -1, tokens, width).transpose(1, 2) for x in qkv]
+            by_rank = [self._heads_by_rank(x) for x in qkv]
         else:
-            by_rank = [torch.unflatten(x, 1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in qkv]
+            by_rank = [torch.unflatten(x, 1, (self.group.size, -1)).permute(1, 3, 0, 2, 4) for x in qkv]
         torch.cat(by_rank, -2, out=into)
+
+    def _heads_by_rank(self, x: Tensor) -> Tensor:
+        """Return a view [U, l, n, D] of a single sample [1, N, l, D], in one call of torch."""
+        heads, (_, of_head, of_token, of_number) = x.shape[1] // self.group.size, x.stride()
+        shape = self.group.size, self._own, heads, self._width
+        return x.as_strided(shape, (heads * of_head, of_token, of_head, of_number))
 
     def to_tokens(
         self, comm: Communicator, where: str, out_BnLD: Tensor, buffers: OutputBuffers | None = None
@@ -214,7 +219,7 @@ class HeadExchange:
     def _by_tokens(self, out_LBnD: Tensor) -> Tensor:
         """Return for each rank the common tokens that ask and its own of [a + t, B, n, D], flat."""
         if not self._asking:
-            return out_LBnD.contiguous().view(-1)
+            return out_LBnD.reshape(-1)
         every, *own = out_LBnD.split_with_sizes((self._asking, *self.sizes))
         return torch.cat([x for part in own for x in (every, part)]).view(-1)
 

@@ -145,14 +145,14 @@ def _attend_with_others(
     placed: PlacedCall,
     memory: AttentionMemory | None,
 ) -> Tensor:
-    queries, keys = placed[:2]
+    queries, keys, *_ = placed
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
-    of_text = runs.runs[0][0].keys is None  # alone, which is never stale
-    entry = None if split.patch is None or of_text else split.patch.entry(where, split.patch.policy.context)
-    if entry is not None:
-        return _attend_with_past(split, where, runs.rows, call, placed, entry)
+    if split.patch is not None and runs.runs[0][0].keys is not None:  # a text alone is never stale
+        entry = split.patch.entry(where, split.patch.policy.context)
+        if entry is not None:
+            return _attend_with_past(split, where, runs.rows, call, placed, entry)
     if _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, placed, memory)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
