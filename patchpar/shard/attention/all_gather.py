@@ -20,6 +20,7 @@ from torch import Tensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
@@ -53,14 +54,14 @@ class GatheredKeys(NamedTuple):
     value: Tensor
 
     @classmethod
-    def empty(cls, shared: ShardedQKV) -> "GatheredKeys":
+    def empty(cls, shared: ShardedQKV) -> "Made[GatheredKeys]":
         """Return them without values, for ranks with equally many tokens."""
         (batch, heads, _, width), common, size = shared.k_BMlD.shape, shared.common, shared.sizes[0]
         whole = shared.k_BMlD.new_empty((shared.total, batch, 2 * heads, width))
         of_ranks = whole.narrow(0, common, shared.total - common)
         key, value = unpack_tokens(whole, (heads, heads))
         own = of_ranks.narrow(0, shared.group_rank * size, size)
-        return cls(whole.narrow(0, 0, common) if common else None, own, of_ranks, key, value)
+        return cls(whole.narrow(0, 0, common) if common else None, own, of_ranks, key, value), [whole]
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

@@ -20,6 +20,7 @@ from patchpar.comm.transport import FlatParts
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import pack_tokens, unpack_tokens
+from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.lse_kernels import expand_heads
 from patchpar.shard.attention.sharded_qkv import TokenSpan, spans_of
 
@@ -129,7 +130,7 @@ class HeadExchange:
         self._is_packed_at_once = len({each.heads for each in split}) == 1 and len(mine.key) * ranks == key_heads
         self._by_key_groups = mine.has_whole_groups
 
-    def token_buffers(self, like: Tensor) -> TokenBuffers:
+    def token_buffers(self, like: Tensor) -> Made[TokenBuffers]:
         """Return buffers for `to_heads`. `like`, of any shape, has the dtype and the device of the tokens."""
         common, asking, ranks = self._common, self._asking, self.group.size
         whole, flat = like.new_empty(self._whole), like.new_empty(sum(self._heads_sent))
@@ -141,11 +142,10 @@ class HeadExchange:
             q_BnLD = q_BnLD.narrow(2, common - asking, asking + self.total)
         layout = all_to_all_layout(self.group, self._heads_sent, self._heads_received, like.dtype)
         of_common = whole.narrow(0, 0, common) if common else None
-        return TokenBuffers(
-            FlatParts(flat, self._heads_sent), by_rank, received, of_common, (q_BnLD, k_BmLD, v_BmLD), layout
-        )
+        sent, qkv = FlatParts(flat, self._heads_sent), (q_BnLD, k_BmLD, v_BmLD)
+        return TokenBuffers(sent, by_rank, received, of_common, qkv, layout), [flat, whole]
 
-    def output_buffers(self, like: Tensor) -> OutputBuffers:
+    def output_buffers(self, like: Tensor) -> Made[OutputBuffers]:
         """Return buffers for `to_tokens`; `like` as above."""
         received = FlatParts(like.new_empty(sum(self._outputs_received)), self._outputs_received)
         asked, width = self._asked, self._width
@@ -154,7 +154,7 @@ class HeadExchange:
             for part, each in zip(received.parts(), self.split, strict=True)
         ]
         layout = all_to_all_layout(self.group, self._outputs_sent, self._outputs_received, like.dtype)
-        return OutputBuffers(received, by_rank, layout)
+        return OutputBuffers(received, by_rank, layout), [received.buffer]
 
     def to_heads(self, comm: Communicator, where: str, qkv: Qkv, buffers: TokenBuffers | None = None) -> Qkv:
         """Send tokens for heads: return all tokens of the group, [B, n, c + t, D], for the own heads.
@@ -162,7 +162,7 @@ class HeadExchange:
         `qkv`: queries [B, N, a + l, D], of which those of `asking` common tokens are first, and keys and values
         [B, M, c + l, D]. `buffers`: in which this happens, see `token_buffers`. Raises ExchangeError.
         """
-        buffers = buffers or self.token_buffers(qkv[0])
+        buffers = buffers or self.token_buffers(qkv[0])[0]
         own: Sequence[Tensor] = qkv
         if qkv[0].requires_grad:
             own = [x.detach() for x in qkv]
@@ -211,7 +211,7 @@ class HeadExchange:
 
         `buffers`: in which they are received, see `output_buffers`. Raises ExchangeError.
         """
-        received, by_rank, layout = buffers or self.output_buffers(out_BnLD)
+        received, by_rank, layout = buffers or self.output_buffers(out_BnLD)[0]
         sent = FlatParts(self._by_tokens(out_BnLD.permute(2, 0, 1, 3)), self._outputs_sent)
         comm.all_to_all(self.group, "heads", where, sent, received, layout).wait()
         return torch.cat(by_rank, 2).transpose(1, 2)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.layouts import AllToAllLayout, all_to_all_layout
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.partial import Partial, attend_locally, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
@@ -63,23 +64,23 @@ class _Round(NamedTuple):
 class _Rounds(NamedTuple):
     """All rounds, and where this rank's keys and values are sent from, [2, B, M, l, D].
 
-    What a round receives is sent on in the next one. The one after that receives in its place, when it has been sent
-    and attended to.
+    Of two buffers one is sent while the other one is received into; what has been received is sent in the next round.
+    By then the keys that were in the other one have been sent and attended to: this rank's own not there at all.
     """
 
     own: Tensor
     rounds: tuple[_Round, ...]
 
     @classmethod
-    def of(cls, axis: Axis, shared: ShardedQKV) -> "_Rounds":
+    def of(cls, axis: Axis, shared: ShardedQKV) -> "Made[_Rounds]":
         """Return them without values."""
         batch, heads, _, width = shared.k_BMlD.shape
         token, sizes, like = 2 * batch * heads * width, shared.sizes, shared.k_BMlD
-        own = like.new_empty(2, batch, heads, sizes[axis.rank], width)
-        memory = [like.new_empty(token * max(sizes)) for _ in range(2)]
+        memory = [like.new_empty(token * max(sizes)) for _ in range(min(2, axis.size))]
         owners = [(axis.rank - step) % axis.size for step in range(axis.size)]
-        held, rounds = own.view(-1), list[_Round]()
-        for number, (before, owner) in enumerate(pairwise(owners)):
+        own, rounds = memory[0].narrow(0, 0, token * sizes[axis.rank]), list[_Round]()
+        held = own
+        for number, (before, owner) in enumerate(pairwise(owners), 1):
             buffer = memory[number % 2].narrow(0, 0, token * sizes[owner])
             sent = FlatParts(held, _part(axis, axis.rank + 1, token * sizes[before]))
             received = FlatParts(buffer, _part(axis, axis.rank - 1, token * sizes[owner]))
@@ -87,7 +88,7 @@ class _Rounds(NamedTuple):
             key, value = buffer.view(2, batch, heads, sizes[owner], width).unbind()
             rounds.append(_Round(sent, received, layout, owner, key, value))
             held = buffer
-        return cls(own, tuple(rounds))
+        return cls(own.view(2, batch, heads, sizes[axis.rank], width), tuple(rounds)), memory
 
 
 def _part(axis: Axis, peer: int, elements: int) -> tuple[int, ...]:
@@ -113,6 +114,8 @@ def _in_rounds(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -
         return
     pending.wait()
     yield _attend_round(shared, rounds[-1])
+    if shared.memory is not None:
+        shared.memory.release()  # before the merge
 
 
 def _attend_round(shared: ShardedQKV, turn: _Round) -> Partial:

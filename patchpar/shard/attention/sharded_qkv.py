@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.attention.attention_memory import AttentionMemory
+from patchpar.shard.attention.attention_memory import AttentionMemory, Made
 
 T = TypeVar("T")
 
@@ -140,9 +140,9 @@ class ShardedQKV(_Arguments):
         silent = self.common - self.asking  # the mask has no rows for them
         return _of(mask, [TokenSpan(row.start - silent, row.stop - silent) for row in rows], -2)
 
-    def buffers(self, key: Hashable, make: Callable[[], T]) -> T:
+    def buffers(self, key: Hashable, make: Callable[[], Made[T]]) -> T:
         """Return the buffers that `make` makes: those of the memory, if there is one, where `key` determines them."""
-        return make() if self.memory is None else self.memory.take(key, make)
+        return make()[0] if self.memory is None else self.memory.take(key, make)
 
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """Return a copy whose mask is that of the query heads `start` to `stop`."""

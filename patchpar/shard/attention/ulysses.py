@@ -11,6 +11,7 @@ Shape letters: as in `sharded_qkv`; n query heads of this rank, t tokens of the 
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,7 +19,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_to_all
-from patchpar.shard.attention.head_exchange import OutputBuffers, Qkv, head_exchange
+from patchpar.shard.attention.attention_memory import Made
+from patchpar.shard.attention.head_exchange import HeadExchange, Qkv, TokenBuffers, head_exchange
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
 
@@ -32,11 +34,13 @@ def attend_by_heads(
     like = shared.q_BNlD
     facts = (axis, degree, shared.sizes, like.shape, shared.k_BMlD.shape, shared.common_asks, like.dtype)
     try:
-        plan = shared.buffers(facts, partial(_Plan, axis, degree, shared))
+        plan = shared.buffers(facts, partial(_Plan.made, axis, degree, shared))
     except PlanError as error:
         raise UnsupportedModel(f"{where}: {error}") from error
     across, exchange = plan.across, plan.exchange
     qkv = exchange.to_heads(comm, where, (like, shared.k_BMlD, shared.v_BMlD), plan.tokens)
+    if shared.memory is not None:
+        shared.memory.free(plan.tokens.sent.buffer)
     if across.size == 1 and shared.mask is None:
         out_BnLD = _attend(shared, qkv)
     else:
@@ -46,9 +50,8 @@ def attend_by_heads(
         ).with_heads(*exchange.mine.query)
         alone = across.size == 1
         out_BnLD = attend_to_all(inner, k_BmLD, v_BmLD) if alone else between(comm, across, where, inner)
-    if plan.outputs is None:
-        plan.outputs = exchange.output_buffers(like)
-    return exchange.to_tokens(comm, where, out_BnLD, plan.outputs)
+    outputs = shared.buffers((exchange, like.dtype), partial(exchange.output_buffers, like))
+    return exchange.to_tokens(comm, where, out_BnLD, outputs)
 
 
 def _attend(shared: ShardedQKV, qkv: Qkv) -> Tensor:
@@ -58,21 +61,25 @@ def _attend(shared: ShardedQKV, qkv: Qkv) -> Tensor:
     return AttentionCall(query, key, value, None, 0.0, False, shared.scale, gqa, shared.kernel).run()
 
 
-class _Plan:
-    """What is the same in every step, and buffers. `totals`: tokens of each group, by the group ranks of `across`.
+class _Plan(NamedTuple):
+    """What is the same in every step. `totals`: tokens of each group, by the group ranks of `across`."""
 
-    `outputs`: see `HeadExchange.output_buffers`, where attention has been computed before. Raises PlanError.
-    """
+    across: Axis
+    totals: tuple[int, ...]
+    exchange: HeadExchange
+    tokens: TokenBuffers
 
-    def __init__(self, axis: Axis, degree: int, shared: ShardedQKV) -> None:
-        group, self.across = _axes(axis, degree)
+    @classmethod
+    def made(cls, axis: Axis, degree: int, shared: ShardedQKV) -> "Made[_Plan]":
+        """Return it with its buffers. Raises PlanError."""
+        group, across = _axes(axis, degree)
         first, sizes, like = axis.rank - group.rank, shared.sizes, shared.q_BNlD
-        self.totals = tuple(sum(sizes[start : start + degree]) for start in range(0, axis.size, degree))
+        totals = tuple(sum(sizes[start : start + degree]) for start in range(0, axis.size, degree))
         shape, key_heads = (like.shape[0], like.shape[1], like.shape[3]), shared.k_BMlD.shape[1]
         own_sizes, common = sizes[first : first + degree], (shared.common, shared.asking)
-        self.exchange = head_exchange(group, own_sizes, shape, key_heads, *common)
-        self.tokens = self.exchange.token_buffers(like)
-        self.outputs: OutputBuffers | None = None
+        exchange = head_exchange(group, own_sizes, shape, key_heads, *common)
+        tokens, buffers = exchange.token_buffers(like)
+        return cls(across, totals, exchange, tokens), buffers
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:

@@ -66,7 +66,10 @@ class TokenCall:
                 f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.runs.attentions[number], call, self._memory))
+        out = as_torch_lays(attend_split(self.split, where, block.runs.attentions[number], call, self._memory))
+        if self._memory is not None:
+            self._memory.release()
+        return out
 
     def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run another function than attention in a module of the block that is watched."""
