@@ -23,6 +23,7 @@ from patchpar.comm.layouts import AllToAllLayout, all_to_all_layout
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.attention_memory import Made
+from patchpar.shard.attention.lse_kernels import LseKernel, attend_by, kernel_of
 from patchpar.shard.attention.partial import Partial, attend_locally, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
@@ -103,24 +104,29 @@ def _in_rounds(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -
         ("ring", axis, shared.sizes, like.shape, like.dtype), partial(_Rounds.of, axis, shared)
     )
     torch.stack([x.detach() if x.requires_grad else x for x in shared.own_keys], out=own)
+    kernel = None if shared.mask is not None else kernel_of(shared.q_BNlD, like, keys=min(shared.sizes), masked=False)
     pending: Work[Tensor] | None = None
     for number, (sent, received, layout, *_) in enumerate(rounds):
         if pending is not None:
             pending.wait()
         pending = comm.all_to_all(axis, "kv", where, sent, received, layout)
-        yield attend_own(shared) if number == 0 else _attend_round(shared, rounds[number - 1])
-    if pending is None:
-        yield attend_own(shared)
-        return
-    pending.wait()
-    yield _attend_round(shared, rounds[-1])
+        yield _attend_round(shared, kernel, rounds[number - 1] if number else None)
+    if pending is not None:
+        pending.wait()
+    yield _attend_round(shared, kernel, rounds[-1] if rounds else None)
     if shared.memory is not None:
         shared.memory.release()  # before the merge
 
 
-def _attend_round(shared: ShardedQKV, turn: _Round) -> Partial:
-    bias = None if shared.mask is None else shared.bias(shared.own_rows, [shared.span(turn.owner)])
-    return attend_locally(shared.q_BNlD, turn.key, turn.value, bias=bias, scale=shared.scale)
+def _attend_round(shared: ShardedQKV, kernel: LseKernel | None, turn: _Round | None) -> Partial:
+    """Return attention to the keys of a round, or to the common keys and this rank's. `kernel`: of all, if known."""
+    key, value = (shared.k_BMlD, shared.v_BMlD) if turn is None else (turn.key, turn.value)
+    if kernel is not None:
+        return Partial(*attend_by(kernel, shared.q_BNlD, key, value, None, shared.scale))
+    if turn is None:
+        return attend_own(shared)
+    bias = shared.bias(shared.own_rows, [shared.span(turn.owner)])
+    return attend_locally(shared.q_BNlD, key, value, bias=bias, scale=shared.scale)
 
 
 def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:
