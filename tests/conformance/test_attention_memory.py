@@ -98,7 +98,9 @@ def memory_of(split: TokenSplit) -> Any:
     return TokenCall(split, layout, KnownRuns())._memory
 
 
-def test_memory_is_shared_only_where_ranks_exchange_at_once_and_nothing_is_kept() -> None:
+def test_buffers_are_used_again_only_where_ranks_exchange_at_once_and_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not over messages, whose sender does not know when they have been read; nor by a kernel, or with gradients."""
 
     def on_rank(transport: Any) -> list[bool]:
@@ -109,9 +111,12 @@ def test_memory_is_shared_only_where_ranks_exchange_at_once_and_nothing_is_kept(
         found = [memory_of(TokenSplit(comm, axis, None)), memory_of(TokenSplit(comm, axis, None, kernel=kernel))]
         with torch.enable_grad():
             found.append(memory_of(TokenSplit(comm, axis, None)))
+        with monkeypatch.context() as patched:
+            patched.setattr(transport, "device", torch.device("meta"))
+            found.append(memory_of(TokenSplit(comm, axis, None)))
         transport.collectives = None
         return [x is not None for x in (*found, memory_of(TokenSplit(comm, axis, None)))]
 
     stand_in = StandIn(2)
-    assert stand_in.run(on_rank) == [[True, False, False, False]] * 2
+    assert stand_in.run(on_rank) == [[True, False, False, False, False]] * 2
     assert stand_in.faults == []

@@ -49,9 +49,13 @@ class TokenSplit:
     text: bool = True
 
     @property
-    def exchanges_at_once(self) -> bool:
-        """Whether ranks have operations of all of them, whose buffers layers may use one after the other."""
-        return collectives_of(self.comm.transport, self.axis.ranks) is not None
+    def reuses_buffers(self) -> bool:
+        """Whether layers may exchange in the same buffers: ranks have operations of all of them, and tensors values.
+
+        What is recorded without values, call by call, counts the memory of each layer alone.
+        """
+        transport = self.comm.transport
+        return transport.device.type != "meta" and collectives_of(transport, self.axis.ranks) is not None
 
     def text_ranges(self, tokens: int) -> TokenRanges | None:
         """Return the ranges of a second run of so many tokens, such as text; None where every rank computes all."""

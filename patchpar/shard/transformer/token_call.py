@@ -43,7 +43,7 @@ class TokenCall:
         self.block: BlockCall | None = None
         self._over = False
         keeps = split.kernel is not None or torch.is_grad_enabled()  # it may: what it has been given must stay
-        self._memory = AttentionMemory() if split.exchanges_at_once and not keeps else None
+        self._memory = AttentionMemory() if split.reuses_buffers and not keeps else None
         self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
 
     def end(self) -> None:
