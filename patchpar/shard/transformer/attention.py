@@ -54,6 +54,8 @@ class TokenSplit:
 
         What is recorded without values, call by call, counts the memory of each layer alone.
         """
+        if self.axis.size == 1:
+            return False
         transport = self.comm.transport
         return transport.device.type != "meta" and collectives_of(transport, self.axis.ranks) is not None
 
