@@ -153,12 +153,12 @@ class LiveMemory:
         self.peak = 0
 
     def see(self, x: Tensor) -> bool:
-        """Note the storage of `x`, of any shape; return whether it is new."""
+        """Note the storage of `x`, of any shape; return whether it is new, or has become larger."""
         storage = x.untyped_storage()
         if storage._cdata in self._before:
             return False
         known = self._storages.get(storage._cdata)
-        if known is not None and not known[0].expired():
+        if known is not None and not known[0].expired() and storage.nbytes() <= known[1]:
             return False
         if known is not None:
             self._upper -= known[1]
@@ -169,14 +169,23 @@ class LiveMemory:
         return True
 
     def live(self) -> int:
-        """Return the bytes of storages that are still in use."""
-        self._storages = {key: known for key, known in self._storages.items() if not known[0].expired()}
+        """Return the bytes of storages that are still in use, in their sizes of now."""
+        found = {key: (ref, _size_of(ref)) for key, (ref, _) in self._storages.items()}
+        self._storages = {key: (ref, size) for key, (ref, size) in found.items() if size is not None}
         self._upper = sum(size for _, size in self._storages.values())
         return self._upper
 
     def begin(self) -> None:
         """Forget the peak."""
         self.peak = self.live()
+
+
+def _size_of(ref: StorageWeakRef) -> int | None:
+    """Return the bytes that a storage has now; None for one that is gone."""
+    if ref.expired():
+        return None
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def _is_on_device(x: Any) -> bool:

@@ -33,8 +33,8 @@ from patchpar.comm.exchange_part import (
     start_messages,
 )
 from patchpar.comm.known_exchange import Known
-from patchpar.comm.layouts import EdgeLayout, all_to_all_layout, edge_layout, gather_layout
-from patchpar.comm.traffic import CommStats
+from patchpar.comm.layouts import AllToAllLayout, EdgeLayout, all_to_all_layout, edge_layout, gather_layout
+from patchpar.comm.traffic import Booked, CommStats
 from patchpar.comm.transport import (
     Arrived,
     FlatParts,
@@ -81,8 +81,8 @@ class Communicator:
     ) -> Work[Messages]:
         """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
         sent, received = (sum(message.num_bytes for message in messages) for messages in (outgoing, incoming))
-        self.traffic.book(kind, sent, received)
-        return self._start(kind, where, partial(start_messages, self.transport, where, outgoing, incoming, scope))
+        begin = partial(start_messages, self.transport, where, outgoing, incoming, scope)
+        return self._start(kind, where, begin, ((kind, sent, received),))
 
     def all_gather(
         self, axis: Axis, kind: str, where: str, own: Tensor, *, bulk: bool = False, into: Tensor | None = None
@@ -103,30 +103,30 @@ class Communicator:
             return gather_by_messages(self.send_recv, axis, kind, where, own, into)
         layout = gather_layout(axis, own.shape, own.dtype)
         rows = own.new_empty(layout.joined) if into is None else into
-        self.traffic.book(kind, layout.num_bytes, layout.num_bytes)
         begin = partial(collectives.all_gather, axis.ranks, own, rows, layout.incoming, where, bulk=bulk)
-        pending = self._start(kind, where, begin)
+        pending = self._start(kind, where, begin, ((kind, layout.num_bytes, layout.num_bytes),))
         return pending if into is not None else pending.then(layout.as_stacked)
 
     def repeat(self, known: Known) -> Work[Any]:
         """Start an exchange of bulk whose tensors are known. The Work raises ExchangeError."""
-        self.traffic.book(*known.booked)
         begin = partial(known.begin, self.transport, self._collectives[known.ranks])
-        return self._start(known.booked[0], known.where, begin)
+        return self._start(known.booked[0], known.where, begin, (known.booked,))
 
-    def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Work[Tensor]:
+    def all_to_all(
+        self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts, layout: AllToAllLayout | None = None
+    ) -> Work[Tensor]:
         """Start to send each rank of the axis its part of `own`, and to receive its part of `into` from each.
 
-        One operation where the transport has it. The result of the Work: the buffer of `into` [elements] with
-        its own part. It raises ExchangeError.
+        One operation where the transport has it. `layout`: of these parts, if it is known. The result of the Work: the
+        buffer of `into` [elements] with its own part. It raises ExchangeError.
         """
         collectives = self._collectives[axis.ranks]
         if collectives is None:
             return all_to_all_by_messages(self.send_recv, axis, kind, where, own, into)
-        layout = all_to_all_layout(axis, tuple(own.sizes), tuple(into.sizes), own.buffer.dtype)
-        self.traffic.book(kind, layout.sent, layout.received)
+        if layout is None:
+            layout = all_to_all_layout(axis, tuple(own.sizes), tuple(into.sizes), own.buffer.dtype)
         begin = partial(collectives.all_to_all, axis.ranks, own, into, layout.incoming, where)
-        return self._start(kind, where, begin)
+        return self._start(kind, where, begin, ((kind, layout.sent, layout.received),))
 
     def exchange(
         self,
@@ -147,14 +147,12 @@ class Communicator:
         collectives = None if scope.axis is None or scope.to_all else self._collectives[scope.axis.ranks]
         if scope.axis is not None and collectives is not None:
             layout, tensors = exchange_layout(scope.axis, parts)
-            self.traffic.book_all(layout.booked)
             start = partial(layout.start, collectives, self.transport.device, where, parts, tensors, scope)
-            return self._start(label, where, start)
+            return self._start(label, where, start, layout.booked)
         outgoing, incoming = outgoing_of(parts), incoming_of(parts)
-        for part in parts:
-            self.traffic.book(part.kind, part.bytes_sent, part.bytes_received)
+        booked = [(part.kind, part.bytes_sent, part.bytes_received) for part in parts]
         begin = partial(start_messages, self.transport, where, outgoing, incoming, scope)
-        return self._start(label, where, begin).then(partial(by_part, tuple(parts), incoming))
+        return self._start(label, where, begin, booked).then(partial(by_part, tuple(parts), incoming))
 
     def gather_with_edges(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
@@ -168,10 +166,9 @@ class Communicator:
         if collectives is None or edges is None or edges.axis is None:
             return edges_by_messages(self.exchange, axis, where, shared, edges)
         layout, tensors = edge_layout(axis, shared, edges)
-        self.traffic.book_all(layout.booked)
         sent, received = layout.buffers(tensors, self.transport.device)
         begin = partial(collectives.all_to_all, axis.ranks, sent, received, layout.incoming, where)
-        return self._start(layout.label, where, begin).then(layout.unpack)
+        return self._start(layout.label, where, begin, layout.booked).then(layout.unpack)
 
     def gather_moments(self, axis: Axis, where: str, own: Tensor, edges: ExchangePart) -> Work[tuple[MomentRows, Halo]]:
         """Send `own` [N] to all of the axis and `edges` to the two neighbours, one message to each.
@@ -199,16 +196,16 @@ class Communicator:
         """
         collectives = self._collectives[layout.ranks]
         assert collectives is not None, "a layout is of one operation"
-        self.traffic.book_all(layout.booked)
         sent, received = layout.buffers(tensors, self.transport.device, fused=fused)
         begin = partial(collectives.all_to_all, layout.ranks, sent, received, layout.incoming, where)
-        return self._start(layout.label, where, begin).then(layout.unpack_moments)
+        return self._start(layout.label, where, begin, layout.booked).then(layout.unpack_moments)
 
-    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
+    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]], booked: Sequence[Booked]) -> Work[T]:
         """Start what `begin` starts, at the exchange point `where`."""
         if self._beat is not None:
             self._beat(where)
         traffic = self.traffic
+        traffic.book(booked)
         traffic.rounds[kind] += 1
         start = 0.0 if traffic.events is None else time.perf_counter()
         pending = begin()

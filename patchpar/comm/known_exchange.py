@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.layouts import gather_layout
+from patchpar.comm.traffic import Booked
 from patchpar.comm.transport import Collectives, FlatParts, Incoming, Outgoing, TensorSpec, Transport, Work
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.comm.transport.packing import ALIGNMENT, MOST_PADDING, layout_of, offset_of, row_of
@@ -28,7 +29,7 @@ class KnownGather(NamedTuple):
     have buffers, `incoming` of one operation none.
     """
 
-    booked: tuple[str, int, int]
+    booked: Booked
     where: str
     ranks: tuple[int, ...]
     own: Tensor
@@ -63,7 +64,7 @@ class KnownRead(NamedTuple):
     `copies`: pairs of memory to write to and to read, of any shape; what is used where it lies is in none.
     """
 
-    booked: tuple[str, int, int]
+    booked: Booked
     where: str
     ranks: tuple[int, ...]
     copies: tuple[tuple[Tensor, Tensor], ...]
@@ -104,7 +105,7 @@ class KnownExchange(NamedTuple):
     rows: Tensor | None
     incoming: tuple[Incoming, ...]
     tensors: Mapping[int, list[Tensor]]
-    booked: tuple[str, int, int]
+    booked: Booked
 
     def begin(self, transport: Transport, collectives: Collectives | None) -> Work[Any]:
         """Start it. Raises ExchangeError."""

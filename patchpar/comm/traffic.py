@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from patchpar.comm.trace import TraceEvent
 from patchpar.comm.transport import Stall
 
+Booked = tuple[str, int, int]
+"""A kind with the bytes that are sent and received of it."""
+
 
 @dataclass(slots=True)
 class CommStats:
@@ -37,13 +40,8 @@ class CommStats:
         """Bytes sent by this rank, of all kinds."""
         return sum(self.bytes_sent.values())
 
-    def book(self, kind: str, sent: int, received: int) -> None:
-        """Add bytes sent and received by an exchange of this kind."""
-        self.bytes_sent[kind] += sent
-        self.bytes_received[kind] += received
-
-    def book_all(self, booked: Sequence[tuple[str, int, int]]) -> None:
-        """Add the bytes of several kinds: each with those sent and those received."""
+    def book(self, booked: Sequence[Booked]) -> None:
+        """Add bytes sent and received by an exchange."""
         all_sent, all_received = self.bytes_sent, self.bytes_received
         for kind, sent, received in booked:
             all_sent[kind] += sent

@@ -5,7 +5,6 @@ than all of an exchange. It does nothing else, and without such arguments there 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -63,10 +62,21 @@ def looks_up_signatures(layer: nn.Module) -> bool:
     return _way_of(layer.forward) is not None
 
 
-def without_signature(layer: nn.Module, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what calls the processor of an attention layer as its own `forward` does, where that is diffusers'.
+class ProcessorCall:
+    """Calls the processor of an attention layer as its own forward does, where that is diffusers'."""
 
-    `forward` itself where it is replaced by other code, or among `kwargs` are arguments of a processor.
-    """
-    way = _way_of(forward)
-    return forward if way is None or not kwargs.keys() <= way.names else partial(way.call, layer)
+    def __init__(self) -> None:
+        self._forward: Callable[..., Any] | None = None  # for which `_way` has been found
+        self._way: _Way | None = None
+
+    def run(self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the layer's own `forward` returns.
+
+        That runs itself where it is replaced by other code, or among `kwargs` are arguments of a processor.
+        """
+        if forward is not self._forward:
+            self._forward, self._way = forward, _way_of(forward)
+        way = self._way
+        if way is None or not kwargs.keys() <= way.names:
+            return forward(*args, **kwargs)
+        return way.call(layer, *args, **kwargs)

@@ -145,6 +145,21 @@ def beneath(function: Any) -> Any:
     return _REPLACEMENT.before if function is _dispatch else function
 
 
+class AttentionDispatched:
+    """Context in which torch.nn.functional.scaled_dot_product_attention may be replaced in this thread at little cost.
+
+    For many calls of `with_attention`, such as those of all layers of a denoiser. Alone it replaces nothing.
+    """
+
+    def __enter__(self) -> None:
+        _REPLACEMENT.add_user()
+        self._token = _IS_REPLACED.set(True)
+
+    def __exit__(self, *exception: object) -> None:
+        _IS_REPLACED.reset(self._token)
+        _REPLACEMENT.remove_user()
+
+
 class AttentionReplaced:
     """Context in which `attend` replaces torch.nn.functional.scaled_dot_product_attention in this thread.
 
@@ -152,32 +167,31 @@ class AttentionReplaced:
     """
 
     def __init__(self, attend: Attend) -> None:
-        self._attend = attend
+        self._attend, self._dispatched = attend, AttentionDispatched()
 
     def __enter__(self) -> None:
-        _REPLACEMENT.add_user()
-        self._tokens = _ATTEND.set(self._attend), _IS_REPLACED.set(True)
+        self._dispatched.__enter__()
+        self._token = _ATTEND.set(self._attend)
 
     def __exit__(self, *exception: object) -> None:
-        attend, is_replaced = self._tokens
-        _ATTEND.reset(attend)
-        _IS_REPLACED.reset(is_replaced)
-        _REPLACEMENT.remove_user()
+        _ATTEND.reset(self._token)
+        self._dispatched.__exit__(*exception)
 
 
 def with_attention(attend: Attend, forward: Callable[..., T], args: Iterable[Any], kwargs: Mapping[str, Any]) -> T:
     """Return the result of `forward`, in which `attend` replaces torch's function as in `AttentionReplaced`.
 
-    For every layer of every step: a context manager costs twice as much.
+    For every layer of every step: a context manager costs twice as much, and most of it is done once in
+    `AttentionDispatched`.
     """
-    _REPLACEMENT.add_user()
-    attends, is_replaced = _ATTEND.set(attend), _IS_REPLACED.set(True)
+    if not _IS_REPLACED.get():
+        with AttentionReplaced(attend):
+            return forward(*args, **kwargs)
+    token = _ATTEND.set(attend)
     try:
         return forward(*args, **kwargs)
     finally:
-        _ATTEND.reset(attends)
-        _IS_REPLACED.reset(is_replaced)
-        _REPLACEMENT.remove_user()
+        _ATTEND.reset(token)
 
 
 @contextmanager
@@ -232,5 +246,8 @@ def as_torch_lays(out_BNlD: Tensor) -> Tensor:
     """
     if out_BNlD.ndim != 4:
         return out_BNlD
+    _, heads, tokens, width = out_BNlD.shape
+    if out_BNlD.stride() == (tokens * heads * width, width, heads * width, 1):
+        return out_BNlD  # nearly always
     out_BlND = out_BNlD.transpose(1, 2)
     return out_BNlD if out_BlND.is_contiguous() else out_BlND.contiguous().transpose(1, 2)

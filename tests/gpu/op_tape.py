@@ -96,6 +96,7 @@ class OpTape(TorchDispatchMode):
         self._before: dict[int, tuple[Tensor, Tensor]] = {}  # storages from before, as bytes, and copies of them
         self._addresses: list[Address] = []
         self._made: dict[int, Any] = {}  # storages that the step has allocated, kept so that none is at one's address
+        self._sizes: dict[int, int] = {}  # their bytes, which remain a graph's where the step frees them
         self._frozen: dict[int, Any] = {}  # those of them that have values of Python
         self.output: Any = None
 
@@ -114,7 +115,8 @@ class OpTape(TorchDispatchMode):
         here = {x.untyped_storage()._cdata for x in taken}
         new = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in here]
         for x in new:
-            self._made[x.untyped_storage()._cdata] = x
+            storage = x.untyped_storage()
+            self._made[storage._cdata], self._sizes[storage._cdata] = x, storage.nbytes()
         if func._schema.is_mutable or (new and name not in EMPTY):
             call = self._as_addresses((args, kwargs), name)
             self._again.append(lambda: _written(new, found, _called(func, call)))
@@ -160,8 +162,10 @@ class OpTape(TorchDispatchMode):
             self._before.clear()
             for address in self._addresses:
                 address.step_has_ended()
-            for x in (x for key, x in self._made.items() if x.is_cpu and key not in self._frozen):
-                torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).fill_(NAN)
+            for key in (key for key, x in self._made.items() if x.is_cpu and key not in self._frozen):
+                storage = self._made[key].untyped_storage()
+                storage.resize_(max(storage.nbytes(), self._sizes[key]))
+                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(NAN)
 
     def replay(self) -> None:
         """Run the step again."""

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.gpu import count
 from benchmarks.gpu.denoisers import Denoiser
 from benchmarks.gpu.strategies import FakeRank
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.traffic import CommStats
+from patchpar.comm.traffic import Booked, CommStats
 from tests.gpu.short_models import WORLD
 
 PAGE = Path(__file__).parents[2] / "docs/figures/gpu-counts.json"
@@ -120,13 +121,13 @@ def test_an_exact_step_takes_its_part_of_the_activations_and_one_message(
     largest, kept = 0, list[torch.Tensor]()
     book, all_gather = CommStats.book, Communicator.all_gather
 
-    def noted(stats: CommStats, kind: str, sent: int, received: int) -> None:
+    def noted(stats: CommStats, booked: Sequence[Booked]) -> None:
         nonlocal largest
-        largest = max(largest, sent + received)
-        book(stats, kind, sent, received)
+        largest = max(largest, *(sent + received for _, sent, received in booked))
+        book(stats, booked)
 
     def keeping(comm: Communicator, *args: Any, into: torch.Tensor | None = None, **options: Any) -> Any:
-        kept.extend([] if into is None or not keeps else [into])
+        kept.extend([] if into is None or not keeps else [into.clone()])
         return all_gather(comm, *args, into=into, **options)
 
     monkeypatch.setattr(CommStats, "book", noted)

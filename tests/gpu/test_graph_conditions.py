@@ -77,7 +77,7 @@ class Denoiser:
 
     def _step(self, x: Tensor) -> Tensor:
         self.did += " ran"
-        self.comm.traffic.book("kv", 8, 4)
+        self.comm.traffic.book([("kv", 8, 4)])
         self.state.name = f"after {self.state.generation}"
         return self.network.weight[0] * x
 

@@ -284,7 +284,9 @@ class InPlace:
         assert found[axis.rank].data_ptr() == own.data_ptr()
         return Arrived(into, where)
 
-    def all_to_all(self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts) -> Arrived[Tensor]:
+    def all_to_all(
+        self, axis: Axis, kind: str, where: str, own: FlatParts, into: FlatParts, layout: Any = None
+    ) -> Arrived[Tensor]:
         assert own.sizes == into.sizes  # of equal shares
         return Arrived(into.buffer.copy_(own.buffer), where)
 

@@ -17,7 +17,8 @@ from patchpar.shard.attention.all_gather import attend_gathered, attend_in_parts
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer import verify
-from patchpar.shard.transformer.attention import Mode, TokenSplit, _sees_itself_alone, attend_split
+from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
+from patchpar.shard.transformer.attention_mask import _sees_itself_alone
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.split_tokens import CallRuns, SplitTokens
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows

@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttention
 from diffusers.models.transformers.transformer_flux2 import Flux2Attention, Flux2ParallelSelfAttention
 from torch import Tensor, nn
 
-from patchpar.shard.processor_call import looks_up_signatures, without_signature
+from patchpar.shard.processor_call import ProcessorCall, looks_up_signatures
 
 SIZES = {"query_dim": 8, "heads": 2, "dim_head": 4}
 IMAGE, TEXT = torch.linspace(-1, 1, 40).view(1, 5, 8), torch.linspace(-1, 1, 24).view(1, 3, 8)
@@ -57,31 +57,39 @@ def test_the_processor_gets_what_forward_passes(
     monkeypatch.setattr(inspect, "signature", refused)
     with pytest.raises(AssertionError, match="looked up"):
         attention(*args, **kwargs)
-    found = without_signature(attention, attention.forward, kwargs)(*args, **kwargs)
+    found = ProcessorCall().run(attention, attention.forward, args, kwargs)
     found, wanted = ([x] if isinstance(x, Tensor) else x for x in (found, wanted))
     assert all(torch.equal(*each) for each in zip(found, wanted, strict=True))
 
 
 def test_a_processor_set_later_is_called() -> None:
-    attention = layer("unet")
-    attend = without_signature(attention, attention.forward, {"attention_mask": None})
+    attention, call = layer("unet"), ProcessorCall()
+    forward = attention.forward
+    call.run(attention, forward, (torch.zeros(1, 5, 8),), {"attention_mask": None})
     attention.processor = lambda attn, x, **_: x + 1
-    assert torch.equal(attend(torch.zeros(1, 5, 8), attention_mask=None), torch.ones(1, 5, 8))
+    found = call.run(attention, forward, (torch.zeros(1, 5, 8),), {"attention_mask": None})
+    assert torch.equal(found, torch.ones(1, 5, 8))
 
 
 def test_forwards_of_other_code_and_arguments_of_processors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    def others(*_: Any, **__: Any) -> None: ...
-
-    attention = layer("unet")
-    assert without_signature(attention, others, {}) is others
-    assert without_signature(attention, attention.forward, {"ip_adapter_masks": None}) == attention.forward
+    """Also where the forward that the same layer had before was diffusers'."""
+    attention, call = layer("unet"), ProcessorCall()
+    call.run(attention, attention.forward, (IMAGE,), {})
+    assert call.run(attention, lambda *args, **kwargs: (args, kwargs), (1,), {"scale": 2}) == ((1,), {"scale": 2})
+    monkeypatch.setattr(attention, "processor", lambda *_, further=None, **__: further)
+    with monkeypatch.context() as patched:
+        patched.setattr(inspect, "signature", refused)
+        assert call.run(attention, attention.forward, (IMAGE,), {}) is None
+        with pytest.raises(AssertionError, match="looked up"):
+            call.run(attention, attention.forward, (IMAGE,), {"further": 3})
+    assert call.run(attention, attention.forward, (IMAGE,), {"further": 3}) == 3
     assert not looks_up_signatures(nn.Linear(1, 1))
     forward = Attention.forward
 
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+        return "wrapped", forward(*args, **kwargs)
 
     monkeypatch.setattr(Attention, "forward", wrapped)
     assert not looks_up_signatures(attention)
-    assert without_signature(attention, attention.forward, {}) == attention.forward
+    assert call.run(attention, attention.forward, (IMAGE,), {}) == ("wrapped", None)

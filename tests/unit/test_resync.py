@@ -78,7 +78,7 @@ def test_what_a_rank_reports_is_drift_and_bytes_of_this_call() -> None:
         for sent in (30, 20):
             clock.next_call()
             state.begin("form")
-            state.comm.traffic.book("kv", sent, 0)
+            state.comm.traffic.book([("kv", sent, 0)])
             state.cache.drift += torch.tensor([0.25, 0.5])
             found += [x.tolist() for x in state.report(still_to_send=12)]
             clock.tick()

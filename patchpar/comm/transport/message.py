@@ -99,14 +99,15 @@ class Work(ABC, Generic[T]):
     _result: tuple[T] | None = None
     _stalls: Sequence[Stall] = ()  # of streams, since the last call of `on_wait`
 
+    _steps: tuple[Callable[[Any], Any], ...] = ()
+
     def __init__(self, incoming: Sequence[Incoming], where: str) -> None:
         self.incoming, self.where = incoming, where
         self._received: list[list[Tensor] | None] = [None] * len(incoming)
-        self._steps: list[Callable[[Any], Any]] = []
 
     def then(self, arrange: Callable[[T], U]) -> "Work[U]":
         """Apply `arrange` to the result of `wait` and return this handle: see torch.futures.Future."""
-        self._steps.append(arrange)
+        self._steps = (*self._steps, arrange)
         return self  # type: ignore[return-value]  # `typing.cast` is a call, in every exchange
 
     def beside(self, other: "Work[Any]") -> "Work[T]":

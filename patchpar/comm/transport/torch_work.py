@@ -104,6 +104,18 @@ class FilledBuffer(TorchWork[Tensor]):
     _has_messages = False
     _joined: "FilledBuffer | None" = None
 
+    def __init__(
+        self,
+        transport: Waiter,
+        works: Sequence[dist.Work],
+        buffers: tuple[Sequence[Tensor], Sequence[Tensor]],
+        incoming: Sequence[Incoming],
+        where: str,
+    ) -> None:
+        # All that the bases set, but for messages, without a call of either in every exchange.
+        self.incoming, self.where, self._transport, self._works = incoming, where, transport, works
+        self._sent, self._raw = buffers
+
     def beside(self, other: Work[Any]) -> Work[Tensor]:
         """See Work. A stream waits for both between two events, and not between two for each."""
         if not isinstance(other, FilledBuffer) or other._transport is not self._transport:

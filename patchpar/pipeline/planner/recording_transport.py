@@ -13,6 +13,7 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import ExchangePart, ExchangeScope, Halo, MomentRows, Received, moments_part
 from patchpar.comm.layouts import EdgeLayout
+from patchpar.comm.traffic import Booked
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.message import T
 from patchpar.comm.transport.message_memory import MessageMemory
@@ -273,13 +274,13 @@ class RecordingCommunicator(Communicator):
         self._by_kind = layout.bytes_to
         return super().repeat_moments(where, layout, tensors, fused=fused)
 
-    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]]) -> Work[T]:
+    def _start(self, kind: str, where: str, begin: Callable[[], Work[T]], booked: Sequence[Booked]) -> Work[T]:
         by_kind, self._by_kind = self._by_kind, {}
         if self.only_kind is not None:
             kind = self.only_kind
             by_kind = {peer: {kind: sum(found.values())} for peer, found in by_kind.items()}
         with self.transport.labelled(kind, by_kind):
-            return super()._start(kind, where, begin)
+            return super()._start(kind, where, begin, booked)
 
 
 def _by_kind(parts: Sequence[ExchangePart]) -> dict[int, dict[str, int]]:

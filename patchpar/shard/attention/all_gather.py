@@ -11,6 +11,8 @@ sent by each rank       2 (N-1)/N of the sequence, to all ranks; one round
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from torch import Tensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
@@ -38,53 +41,60 @@ def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return list(packed.permute(1, 2, 0, 3).split_with_sizes(heads, 1))
 
 
+class GatheredKeys(NamedTuple):
+    """Keys beside values of the whole sequence [L, B, M + M, D], and views of them, of which the first are written.
+
+    `common` [c, B, M + M, D]; `own` of this rank among those of all ranks, `of_ranks`. `key` and `value` [B, M, L, D].
+    """
+
+    common: Tensor | None
+    own: Tensor
+    of_ranks: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def empty(cls, shared: ShardedQKV) -> "Made[GatheredKeys]":
+        """Return them without values, for ranks with equally many tokens."""
+        (batch, heads, _, width), common, size = shared.k_BMlD.shape, shared.common, shared.sizes[0]
+        whole = shared.k_BMlD.new_empty((shared.total, batch, 2 * heads, width))
+        of_ranks = whole.narrow(0, common, shared.total - common)
+        key, value = unpack_tokens(whole, (heads, heads))
+        own = of_ranks.narrow(0, shared.group_rank * size, size)
+        return cls(whole.narrow(0, 0, common) if common else None, own, of_ranks, key, value), [whole]
+
+
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Return this rank's output [B, N, c + l, D], by the kernel of `shared`. Raises ExchangeError."""
-    heads = shared.k_BMlD.shape[1]
-    k_BMLD, v_BMLD = unpack_tokens(_gathered(comm, axis, where, shared), (heads, heads))
-    return attend_to_all(shared, k_BMLD, v_BMLD)
+    sizes = shared.sizes
+    if len(set(sizes)) > 1:
+        return _attend_gathered_unevenly(comm, axis, where, shared)
+    like, common = shared.k_BMlD, shared.common
+    key = ("gathered", sizes, shared.group_rank, common, like.shape, like.dtype)
+    found = shared.buffers(key, partial(GatheredKeys.empty, shared))
+    if found.common is not None:
+        pack_tokens([x.narrow(2, 0, common) for x in (like, shared.v_BMlD)], into=found.common)
+    pack_tokens(shared.own_keys, into=found.own)
+    comm.all_gather(axis, "kv", where, found.own, into=found.of_ranks).wait()
+    return attend_to_all(shared, found.key, found.value)
 
 
 def attend_to_all(shared: ShardedQKV, k_BMLD: Tensor, v_BMLD: Tensor) -> Tensor:
     """Return the output [B, N, c + l, D] of this rank's queries, from the keys and values of the whole sequence."""
-    call = AttentionCall(
-        query=shared.q_BNlD,
-        key=k_BMLD,
-        value=v_BMLD,
-        attn_mask=shared.mask_of_own,
-        scale=shared.scale,
-        enable_gqa=shared.q_BNlD.shape[1] != k_BMLD.shape[1],
-        kernel=shared.kernel,
-    )
-    return call.run()
+    query, mask = shared.q_BNlD, None if shared.mask is None else shared.mask_of_own
+    gqa = query.shape[1] != k_BMLD.shape[1]
+    return AttentionCall(query, k_BMLD, v_BMLD, mask, 0.0, False, shared.scale, gqa, shared.kernel).run()
 
 
-def _gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Return keys beside values of the whole sequence [L, B, M + M, D]."""
-    common, sizes = shared.common, shared.sizes
-    keys_values, own = (shared.k_BMlD, shared.v_BMlD), shared.own_keys
-    if len(set(sizes)) > 1:
-        return _gathered_from_uneven(comm, axis, where, shared)
-    batch, heads, _, width = shared.k_BMlD.shape
-    whole = own[0].new_empty((shared.total, batch, 2 * heads, width))
-    gathered = whole
-    if common:
-        pack_tokens([x.narrow(2, 0, common) for x in keys_values], into=whole.narrow(0, 0, common))
-        gathered = whole.narrow(0, common, shared.total - common)
-    packed = pack_tokens(own, into=gathered.narrow(0, shared.group_rank * sizes[0], sizes[0]))
-    comm.all_gather(axis, "kv", where, packed, into=gathered).wait()
-    return whole
-
-
-def _gathered_from_uneven(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    packed = pack_tokens((shared.k_BMlD, shared.v_BMlD))
+def _attend_gathered_unevenly(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+    packed, heads = pack_tokens((shared.k_BMlD, shared.v_BMlD)), shared.k_BMlD.shape[1]
     common, own = packed.split_with_sizes((shared.common, packed.shape[0] - shared.common))
 
     def specs(group_rank: int) -> list[TensorSpec]:
         return [TensorSpec((shared.sizes[group_rank], *packed.shape[1:]), packed.dtype)]
 
     parts = [tensors[0] for tensors in AllGather(comm, axis, "kv", where).start([own], specs).wait()]
-    return torch.cat([common, *parts])
+    return attend_to_all(shared, *unpack_tokens(torch.cat([common, *parts]), (heads, heads)))
 
 
 def attend_in_parts(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

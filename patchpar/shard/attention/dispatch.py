@@ -1,7 +1,5 @@
 """The exact attention modes over tokens of several ranks, by name. All equal attention on one rank with all tokens."""
 
-from functools import partial
-
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
@@ -39,7 +37,7 @@ def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: 
     if shared.kernel is None and keys.algorithm == "gather":
         overlaps = comm.transport.collectives is None if keys.overlap is None else keys.overlap
         mode = attend_in_parts if overlaps else mode
-    if keys.ulysses > 1:
-        keys.check_group_size(axis.size)
-        mode = partial(attend_by_heads, degree=keys.ulysses, between=mode)
-    return mode(comm, axis, where, shared)
+    if keys.ulysses == 1:
+        return mode(comm, axis, where, shared)
+    keys.check_group_size(axis.size)
+    return attend_by_heads(comm, axis, where, shared, degree=keys.ulysses, between=mode)

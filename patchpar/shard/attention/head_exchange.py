@@ -9,15 +9,18 @@ Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tok
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
+from patchpar.comm.layouts import AllToAllLayout, all_to_all_layout
 from patchpar.comm.transport import FlatParts
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import pack_tokens, unpack_tokens
+from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.lse_kernels import expand_heads
 from patchpar.shard.attention.sharded_qkv import TokenSpan, spans_of
 
@@ -69,6 +72,30 @@ def split_heads(heads: int, key_heads: int, group_ranks: int) -> tuple[HeadAssig
     )
 
 
+class TokenBuffers(NamedTuple):
+    """Where tokens go for heads: what is `sent`, and what is received, which are all tokens of the group.
+
+    `by_rank`: what is sent as [U, l, ..., n + m + m, D], where one kernel writes it. `common`: where common tokens are
+    among all, [c, B, n + m + m, D]. `qkv`: views of what is received, [B, n, a + t, D] of queries, of keys and values
+    [B, m, c + t, D].
+    """
+
+    sent: FlatParts
+    by_rank: Tensor
+    received: FlatParts
+    common: Tensor | None
+    qkv: Qkv
+    layout: AllToAllLayout
+
+
+class OutputBuffers(NamedTuple):
+    """Where heads go for tokens: what is received, and views of it by rank, [B, a + l, n, D] with the heads of each."""
+
+    received: FlatParts
+    by_rank: Sequence[Tensor]
+    layout: AllToAllLayout
+
+
 class HeadExchange:
     """The exchange between the ranks of a `group`, of which each has `sizes` own tokens, for tensors of these shapes.
 
@@ -98,33 +125,56 @@ class HeadExchange:
         asked, own_queries = asking + own, batch * len(mine.query) * width
         self._outputs_sent = tuple(own_queries * (asking + size) for size in sizes)
         self._outputs_received = tuple(asked * batch * len(each.query) * width for each in split)
-        self._num_outputs, self._asked = sum(self._outputs_received), asked
+        self._asked = asked
         self._is_single = batch == 1  # torch joins tensors of at most four dims by one kernel
-        self._is_even = len({each.heads for each in split}) == 1 and len(mine.key) * ranks == key_heads
+        self._is_packed_at_once = len({each.heads for each in split}) == 1 and len(mine.key) * ranks == key_heads
         self._by_key_groups = mine.has_whole_groups
 
-    def to_heads(self, comm: Communicator, where: str, qkv: Qkv) -> Qkv:
-        """Send tokens for heads: return all tokens of the group, [B, n, c + t, D], for the own heads.
-
-        `qkv`: queries [B, N, a + l, D], of which those of `asking` common tokens are first, and keys and values
-        [B, M, c + l, D]. Raises ExchangeError.
-        """
-        common, asking = self._common, self._asking
-        whole = qkv[0].new_empty(self._whole)
-        own: Sequence[Tensor] = qkv
-        gathered = whole
-        if common:
-            own = [x.narrow(2, first, self._own) for x, first in zip(qkv, (asking, common, common), strict=True)]
-            self._pack_common(self.mine.of(qkv), whole.narrow(0, 0, common))
-            gathered = whole.narrow(0, common, self.total)
-        received = FlatParts(gathered.view(-1), self._heads_received)
-        sent = FlatParts(self._by_heads(own), self._heads_sent)
-        comm.all_to_all(self.group, "heads", where, sent, received).wait()
+    def token_buffers(self, like: Tensor) -> Made[TokenBuffers]:
+        """Return buffers for `to_heads`. `like`, of any shape, has the dtype and the device of the tokens."""
+        common, asking, ranks = self._common, self._asking, self.group.size
+        whole, flat = like.new_empty(self._whole), like.new_empty(sum(self._heads_sent))
+        received = FlatParts(whole.narrow(0, common, self.total).view(-1), self._heads_received)
+        of_token = (-1, self._width) if self._is_single else (self._whole[1], -1, self._width)
+        by_rank = flat.view(ranks, self._own, *of_token) if self._is_packed_at_once else flat
         q_BnLD, k_BmLD, v_BmLD = unpack_tokens(whole, self._heads)
         if common != asking:
             q_BnLD = q_BnLD.narrow(2, common - asking, asking + self.total)
+        layout = all_to_all_layout(self.group, self._heads_sent, self._heads_received, like.dtype)
+        of_common = whole.narrow(0, 0, common) if common else None
+        sent, qkv = FlatParts(flat, self._heads_sent), (q_BnLD, k_BmLD, v_BmLD)
+        return TokenBuffers(sent, by_rank, received, of_common, qkv, layout), [flat, whole]
+
+    def output_buffers(self, like: Tensor) -> Made[OutputBuffers]:
+        """Return buffers for `to_tokens`; `like` as above."""
+        received = FlatParts(like.new_empty(sum(self._outputs_received)), self._outputs_received)
+        asked, width = self._asked, self._width
+        by_rank = [
+            part.view(asked, -1, len(each.query), width).transpose(0, 1)
+            for part, each in zip(received.parts(), self.split, strict=True)
+        ]
+        layout = all_to_all_layout(self.group, self._outputs_sent, self._outputs_received, like.dtype)
+        return OutputBuffers(received, by_rank, layout), [received.buffer]
+
+    def to_heads(self, comm: Communicator, where: str, qkv: Qkv, buffers: TokenBuffers | None = None) -> Qkv:
+        """Send tokens for heads: return all tokens of the group, [B, n, c + t, D], for the own heads.
+
+        `qkv`: queries [B, N, a + l, D], of which those of `asking` common tokens are first, and keys and values
+        [B, M, c + l, D]. `buffers`: in which this happens, see `token_buffers`. Raises ExchangeError.
+        """
+        buffers = buffers or self.token_buffers(qkv[0])[0]
+        own: Sequence[Tensor] = qkv
+        if qkv[0].requires_grad:
+            own = [x.detach() for x in qkv]
+        if buffers.common is not None:
+            self._pack_common(self.mine.of(own), buffers.common)
+            starts = (self._asking, self._common, self._common)
+            own = [x.narrow(2, first, self._own) for x, first in zip(own, starts, strict=True)]
+        self._pack_by_heads(own, buffers.by_rank)
+        comm.all_to_all(self.group, "heads", where, buffers.sent, buffers.received, buffers.layout).wait()
         if self._by_key_groups:
-            return q_BnLD, k_BmLD, v_BmLD
+            return buffers.qkv
+        q_BnLD, k_BmLD, v_BmLD = buffers.qkv
         return q_BnLD, self.mine.keys_for(k_BmLD), self.mine.keys_for(v_BmLD)
 
     def _pack_common(self, qkv: Sequence[Tensor], into: Tensor) -> None:
@@ -134,43 +184,42 @@ class HeadExchange:
         common = [x.narrow(2, 0, self._common) for x in qkv[first:]]
         pack_tokens(common, into=into.narrow(2, into.shape[2] - heads, heads))
 
-    def _by_heads(self, qkv: Sequence[Tensor]) -> Tensor:
-        """Return for each rank its heads of our tokens, flat; by one kernel where all have equally many.
+    def _pack_by_heads(self, qkv: Sequence[Tensor], into: Tensor) -> None:
+        """Write for each rank its heads of our tokens, by one kernel where all have equally many; see `TokenBuffers`.
 
         `qkv`: [B, N, l, D], and [B, M, l, D] of keys and values.
         """
-        if not self._is_even:
-            return torch.cat([pack_tokens(each.of(qkv)).view(-1) for each in self.split])
-        ranks, tokens, width = self.group.size, self._own, self._width
+        if not self._is_packed_at_once:
+            torch.cat([pack_tokens(each.of(qkv)).view(-1) for each in self.split], out=into)
+            return
         if self._is_single:
-            by_rank = [x.view(ranks, -1, tokens, width).transpose(1, 2) for x in qkv]
+            by_rank = [self._heads_by_rank(x) for x in qkv]
         else:
-            by_rank = [torch.unflatten(x, 1, (ranks, -1)).permute(1, 3, 0, 2, 4) for x in qkv]
-        return torch.cat(by_rank, -2).view(-1)
+            by_rank = [torch.unflatten(x, 1, (self.group.size, -1)).permute(1, 3, 0, 2, 4) for x in qkv]
+        torch.cat(by_rank, -2, out=into)
 
-    def to_tokens(self, comm: Communicator, where: str, out_BnLD: Tensor) -> Tensor:
+    def _heads_by_rank(self, x: Tensor) -> Tensor:
+        """Return a view [U, l, n, D] of a single sample [1, N, l, D], in one call of torch."""
+        heads, (_, of_head, of_token, of_number) = x.shape[1] // self.group.size, x.stride()
+        shape = self.group.size, self._own, heads, self._width
+        return x.as_strided(shape, (heads * of_head, of_token, of_head, of_number))
+
+    def to_tokens(
+        self, comm: Communicator, where: str, out_BnLD: Tensor, buffers: OutputBuffers | None = None
+    ) -> Tensor:
         """Send heads for tokens: return [B, N, a + l, D] from this rank's heads of all queries of the group.
 
-        Raises ExchangeError.
+        `buffers`: in which they are received, see `output_buffers`. Raises ExchangeError.
         """
-        out_LBnD = out_BnLD.permute(2, 0, 1, 3)
-        sent = FlatParts(self._by_tokens(out_LBnD), self._outputs_sent)
-        received = FlatParts(out_BnLD.new_empty(self._num_outputs), self._outputs_received)
-        comm.all_to_all(self.group, "heads", where, sent, received).wait()
-        asked, width = self._asked, self._width
-        if self._is_single and self._is_even:
-            by_rank = received.buffer.view(self.group.size, 1, asked, -1, width).unbind()
-        else:
-            by_rank = tuple(
-                part.view(asked, -1, len(each.query), width).transpose(0, 1)
-                for part, each in zip(received.parts(), self.split, strict=True)
-            )
-        return torch.cat(by_rank, 2).transpose(1, 2)
+        received, by_rank, layout = buffers or self.output_buffers(out_BnLD)[0]
+        sent = FlatParts(self._by_tokens(out_BnLD.permute(2, 0, 1, 3)), self._outputs_sent)
+        comm.all_to_all(self.group, "heads", where, sent, received, layout).wait()
+        return torch.cat(by_rank, 2).transpose(1, 2)  # type: ignore[arg-type]
 
     def _by_tokens(self, out_LBnD: Tensor) -> Tensor:
         """Return for each rank the common tokens that ask and its own of [a + t, B, n, D], flat."""
         if not self._asking:
-            return out_LBnD.contiguous().view(-1)
+            return out_LBnD.reshape(-1)
         every, *own = out_LBnD.split_with_sizes((self._asking, *self.sizes))
         return torch.cat([x for part in own for x in (every, part)]).view(-1)
 

@@ -96,11 +96,16 @@ def attend_with_lse(
 
     `bias` is added to the logits and broadcasts to [B, N, l, k]; it is never stored at that size.
     """
+    kernel = kernel_of(q_BNlD, v_BMkE, keys=k_BMkD.shape[2], masked=bias is not None)
+    return attend_by(kernel, q_BNlD, k_BMkD, v_BMkE, bias, scale)
+
+
+def kernel_of(q_BNlD: Tensor, v_BMkE: Tensor, *, keys: int, masked: bool) -> LseKernel:
+    """Return the kernel for queries and values like these, and at least so many `keys`."""
     if q_BNlD.is_meta and is_fused(q_BNlD):
-        return attend_by(WITHOUT_VALUES, q_BNlD, k_BMkD, v_BMkE, bias, scale)
+        return WITHOUT_VALUES
     widths, processor = (q_BNlD.shape[3], v_BMkE.shape[3]), processor_of(q_BNlD.device)
-    kernel = kernel_for(processor, q_BNlD.dtype, widths, keys=k_BMkD.shape[2], masked=bias is not None)
-    return attend_by(kernel or WRITTEN_OUT, q_BNlD, k_BMkD, v_BMkE, bias, scale)
+    return kernel_for(processor, q_BNlD.dtype, widths, keys=keys, masked=masked) or WRITTEN_OUT
 
 
 def attend_by(

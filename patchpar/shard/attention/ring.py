@@ -10,17 +10,21 @@ sent by each rank       2 (N-1)/N of the sequence, to the neighbours
 """
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.exchange_part import collectives_of
+from patchpar.comm.layouts import AllToAllLayout, all_to_all_layout
 from patchpar.comm.transport import FlatParts, Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
+from patchpar.shard.attention.attention_memory import Made
+from patchpar.shard.attention.lse_kernels import LseKernel, attend_by, kernel_of
+from patchpar.shard.attention.partial import Partial, attend_locally, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
@@ -45,45 +49,84 @@ def attend_both_ways(comm: Communicator, axis: Axis, where: str, shared: Sharded
 
 
 class _Round(NamedTuple):
-    """A round of the ring one way: elements sent to each rank and received from each, keys and values of `owner`."""
+    """A round of the ring one way: what is sent to the next rank and received from the one before, in elements.
 
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    `key` and `value` [B, M, k, D] are views of what is received, of the rank `owner`.
+    """
+
+    sent: FlatParts
+    received: FlatParts
+    layout: AllToAllLayout
     owner: int
+    key: Tensor
+    value: Tensor
 
 
-@lru_cache(maxsize=1024)  # every attention layer asks, in every call
-def _rounds(axis: Axis, sizes: tuple[int, ...], token: int) -> tuple[_Round, ...]:
-    """Return all rounds of ranks with so many tokens, of `token` elements each."""
+class _Rounds(NamedTuple):
+    """All rounds, and where this rank's keys and values are sent from, [2, B, M, l, D].
 
-    def part(peer: int, owner: int) -> tuple[int, ...]:
-        return tuple(sizes[owner] * token if p == peer % axis.size else 0 for p in range(axis.size))
+    Of two buffers one is sent while the other one is received into; what has been received is sent in the next round.
+    By then the keys that were in the other one have been sent and attended to: this rank's own not there at all.
+    """
 
-    owners = [(axis.rank - step) % axis.size for step in range(axis.size)]
-    return tuple(
-        _Round(part(axis.rank + 1, before), part(axis.rank - 1, owner), owner) for before, owner in pairwise(owners)
-    )
+    own: Tensor
+    rounds: tuple[_Round, ...]
+
+    @classmethod
+    def of(cls, axis: Axis, shared: ShardedQKV) -> "Made[_Rounds]":
+        """Return them without values."""
+        batch, heads, _, width = shared.k_BMlD.shape
+        token, sizes, like = 2 * batch * heads * width, shared.sizes, shared.k_BMlD
+        memory = [like.new_empty(token * max(sizes)) for _ in range(min(2, axis.size))]
+        owners = [(axis.rank - step) % axis.size for step in range(axis.size)]
+        own, rounds = memory[0].narrow(0, 0, token * sizes[axis.rank]), list[_Round]()
+        held = own
+        for number, (before, owner) in enumerate(pairwise(owners), 1):
+            buffer = memory[number % 2].narrow(0, 0, token * sizes[owner])
+            sent = FlatParts(held, _part(axis, axis.rank + 1, token * sizes[before]))
+            received = FlatParts(buffer, _part(axis, axis.rank - 1, token * sizes[owner]))
+            layout = all_to_all_layout(axis, sent.sizes, received.sizes, like.dtype)
+            key, value = buffer.view(2, batch, heads, sizes[owner], width).unbind()
+            rounds.append(_Round(sent, received, layout, owner, key, value))
+            held = buffer
+        return cls(own.view(2, batch, heads, sizes[axis.rank], width), tuple(rounds)), memory
+
+
+def _part(axis: Axis, peer: int, elements: int) -> tuple[int, ...]:
+    """Return how many elements each rank gets or sends, where it is one alone."""
+    return tuple(elements if p == peer % axis.size else 0 for p in range(axis.size))
 
 
 def _in_rounds(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Iterator[Partial]:
     """Yield attention to this rank's keys, and to those of each round of the ring one way. Raises ExchangeError."""
-    batch, heads, _, width = shared.k_BMlD.shape
-    rounds = _rounds(axis, shared.sizes, 2 * batch * heads * width)
-    own = shared.stacked_keys()
-    pending = _shift(comm, axis, where, own, rounds[0]) if rounds else None
-    yield attend_own(shared)
-    for number, (_, _, owner) in enumerate(rounds, 1):
-        assert pending is not None
-        held = pending.wait()
-        if number < len(rounds):
-            pending = _shift(comm, axis, where, held, rounds[number])
-        yield attend_others(shared, owner, held.view(2, batch, heads, shared.sizes[owner], width))
+    like = shared.k_BMlD
+    own, rounds = shared.buffers(
+        ("ring", axis, shared.sizes, like.shape, like.dtype), partial(_Rounds.of, axis, shared)
+    )
+    torch.stack([x.detach() if x.requires_grad else x for x in shared.own_keys], out=own)
+    kernel = None if shared.mask is not None else kernel_of(shared.q_BNlD, like, keys=min(shared.sizes), masked=False)
+    pending: Work[Tensor] | None = None
+    for number, (sent, received, layout, *_) in enumerate(rounds):
+        if pending is not None:
+            pending.wait()
+        pending = comm.all_to_all(axis, "kv", where, sent, received, layout)
+        yield _attend_round(shared, kernel, rounds[number - 1] if number else None)
+    if pending is not None:
+        pending.wait()
+    yield _attend_round(shared, kernel, rounds[-1] if rounds else None)
+    if shared.memory is not None:
+        shared.memory.release()  # before the merge
 
 
-def _shift(comm: Communicator, axis: Axis, where: str, held: Tensor, turn: _Round) -> Work[Tensor]:
-    """Start a round: send on what is `held`, of any shape. The result of the Work: keys and values [elements]."""
-    received = FlatParts(held.new_empty(sum(turn.received)), turn.received)
-    return comm.all_to_all(axis, "kv", where, FlatParts(held.view(-1), turn.sent), received)
+def _attend_round(shared: ShardedQKV, kernel: LseKernel | None, turn: _Round | None) -> Partial:
+    """Return attention to the keys of a round, or to the common keys and this rank's. `kernel`: of all, if known."""
+    key, value = (shared.k_BMlD, shared.v_BMlD) if turn is None else (turn.key, turn.value)
+    if kernel is not None:
+        return Partial(*attend_by(kernel, shared.q_BNlD, key, value, None, shared.scale))
+    if turn is None:
+        return attend_own(shared)
+    bias = shared.bias(shared.own_rows, [shared.span(turn.owner)])
+    return attend_locally(shared.q_BNlD, key, value, bias=bias, scale=shared.scale)
 
 
 def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:

@@ -7,15 +7,18 @@ Shape letters: B batch, N query heads, M key heads (N / M queries share one), L 
 c common ones, D head width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.attention_memory import AttentionMemory, Made
+
+T = TypeVar("T")
 
 
 class TokenSpan(NamedTuple):
@@ -41,6 +44,7 @@ class _Arguments(NamedTuple):
     mask: Tensor | None = None
     scale: float | None = None
     kernel: Callable[..., Tensor] | None = None
+    memory: AttentionMemory | None = None
 
 
 class ShardedQKV(_Arguments):
@@ -48,7 +52,8 @@ class ShardedQKV(_Arguments):
 
     `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
     keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `kernel`: the user's own in the
-    place of scaled_dot_product_attention, where all keys are attended to at once. Raises UnsupportedModel.
+    place of scaled_dot_product_attention, where all keys are attended to at once. `memory`: has the buffers of what is
+    exchanged, if given. Raises UnsupportedModel.
     """
 
     __slots__ = ()
@@ -134,6 +139,10 @@ class ShardedQKV(_Arguments):
     def _rows_of_mask(self, mask: Tensor, rows: Sequence[TokenSpan]) -> Tensor:
         silent = self.common - self.asking  # the mask has no rows for them
         return _of(mask, [TokenSpan(row.start - silent, row.stop - silent) for row in rows], -2)
+
+    def buffers(self, key: Hashable, make: Callable[[], Made[T]]) -> T:
+        """Return the buffers that `make` makes: those of the memory, if there is one, where `key` determines them."""
+        return make()[0] if self.memory is None else self.memory.take(key, make)
 
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """Return a copy whose mask is that of the query heads `start` to `stop`."""

@@ -10,7 +10,7 @@ Shape letters: as in `sharded_qkv`; n query heads of this rank, t tokens of the 
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +19,8 @@ from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_to_all
-from patchpar.shard.attention.head_exchange import HeadExchange, Qkv, head_exchange
+from patchpar.shard.attention.attention_memory import Made
+from patchpar.shard.attention.head_exchange import HeadExchange, Qkv, TokenBuffers, head_exchange
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.sdpa import AttentionCall
 
@@ -30,23 +31,27 @@ def attend_by_heads(
     comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, *, degree: int, between: Mode
 ) -> Tensor:
     """Return this rank's output [B, N, c + l, D]; `degree` divides the axis. Raises ExchangeError, UnsupportedModel."""
-    batch, heads, _, width = shared.q_BNlD.shape
-    shape, common = (batch, heads, width, shared.k_BMlD.shape[1]), (shared.common, shared.asking)
+    like = shared.q_BNlD
+    facts = (axis, degree, shared.sizes, like.shape, shared.k_BMlD.shape, shared.common_asks, like.dtype)
     try:
-        across, totals, exchange = _plan(axis, degree, shared.sizes, shape, common)
+        plan = shared.buffers(facts, partial(_Plan.made, axis, degree, shared))
     except PlanError as error:
         raise UnsupportedModel(f"{where}: {error}") from error
-    qkv = exchange.to_heads(comm, where, (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD))
+    across, exchange = plan.across, plan.exchange
+    qkv = exchange.to_heads(comm, where, (like, shared.k_BMlD, shared.v_BMlD), plan.tokens)
+    if shared.memory is not None:
+        shared.memory.free(plan.tokens.sent.buffer)
     if across.size == 1 and shared.mask is None:
         out_BnLD = _attend(shared, qkv)
     else:
         q_BnLD, k_BmLD, v_BmLD = qkv
         inner = shared._replace(
-            q_BNlD=q_BnLD, k_BMlD=k_BmLD, v_BMlD=v_BmLD, sizes=totals, group_rank=across.rank
+            q_BNlD=q_BnLD, k_BMlD=k_BmLD, v_BMlD=v_BmLD, sizes=plan.totals, group_rank=across.rank
         ).with_heads(*exchange.mine.query)
         alone = across.size == 1
         out_BnLD = attend_to_all(inner, k_BmLD, v_BmLD) if alone else between(comm, across, where, inner)
-    return exchange.to_tokens(comm, where, out_BnLD)
+    outputs = shared.buffers((exchange, like.dtype), partial(exchange.output_buffers, like))
+    return exchange.to_tokens(comm, where, out_BnLD, outputs)
 
 
 def _attend(shared: ShardedQKV, qkv: Qkv) -> Tensor:
@@ -62,24 +67,19 @@ class _Plan(NamedTuple):
     across: Axis
     totals: tuple[int, ...]
     exchange: HeadExchange
+    tokens: TokenBuffers
 
-
-@lru_cache(maxsize=1024)  # every attention layer asks, in every call
-def _plan(
-    axis: Axis, degree: int, sizes: tuple[int, ...], shape: tuple[int, int, int, int], common: tuple[int, int]
-) -> _Plan:
-    """Return the plan for queries of `shape`: batch, heads, width, and heads of keys. Raises PlanError.
-
-    `sizes`: own tokens of each rank of the axis. `common`: common tokens, and how many of these are queries.
-    """
-    group, across = _axes(axis, degree)
-    first = axis.rank - group.rank
-    totals = tuple(sum(sizes[start : start + degree]) for start in range(0, axis.size, degree))
-    *of_queries, key_heads = shape
-    batch, heads, width = of_queries
-    return _Plan(
-        across, totals, head_exchange(group, sizes[first : first + degree], (batch, heads, width), key_heads, *common)
-    )
+    @classmethod
+    def made(cls, axis: Axis, degree: int, shared: ShardedQKV) -> "Made[_Plan]":
+        """Return it with its buffers. Raises PlanError."""
+        group, across = _axes(axis, degree)
+        first, sizes, like = axis.rank - group.rank, shared.sizes, shared.q_BNlD
+        totals = tuple(sum(sizes[start : start + degree]) for start in range(0, axis.size, degree))
+        shape, key_heads = (like.shape[0], like.shape[1], like.shape[3]), shared.k_BMlD.shape[1]
+        own_sizes, common = sizes[first : first + degree], (shared.common, shared.asking)
+        exchange = head_exchange(group, own_sizes, shape, key_heads, *common)
+        tokens, buffers = exchange.token_buffers(like)
+        return cls(across, totals, exchange, tokens), buffers
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:

@@ -47,9 +47,10 @@ _MERGE = Program("patchpar.shard.kernels.programs.merge_partials", "merge_progra
 
 
 def launch_merge(out: Tensor, lse: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Launch the kernel: programs for some queries of one head each. See `merge_eager`: [B, N, l, D] and [B, N, l]."""
-    assert {x.stride() for x in outs} <= {out.stride()}, "outputs of several memory layouts"
-    assert {x.stride() for x in lses} <= {lse.stride()}, "log-sum-exps of several memory layouts"
+    """Launch the kernel: programs for some queries of one head each. See `merge_eager`: [B, N, l, D] and [B, N, l].
+
+    Of outputs, and of log-sum-exps, all have one memory layout.
+    """
     merged, merged_lse = empty_merged(out, lse, outs, lses)
     batch, heads, queries, width = out.shape
     columns = power_of_2(width)

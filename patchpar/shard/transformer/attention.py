@@ -8,15 +8,16 @@ first. Common tokens are those that every rank holds, such as text that is not s
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
 from patchpar.plan.kv_selection import AllRows
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.attention_memory import AttentionMemory
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, as_bias
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.attention.ulysses import Mode
@@ -25,9 +26,9 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.transformer.attention_backend import BackendKernel
+from patchpar.shard.transformer.attention_mask import whole_mask
 from patchpar.shard.transformer.split_tokens import CallRuns, PlacedCall, SplitTokens
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges, spread
-from patchpar.shard.transformer.token_runs import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,17 @@ class TokenSplit:
     kernel: BackendKernel | None = None
     cut: Cut = "runs"
     text: bool = True
+
+    @property
+    def reuses_buffers(self) -> bool:
+        """Whether layers may exchange in the same buffers: ranks have operations of all of them, and tensors values.
+
+        What is recorded without values, call by call, counts the memory of each layer alone.
+        """
+        if self.axis.size == 1:
+            return False
+        transport = self.comm.transport
+        return transport.device.type != "meta" and collectives_of(transport, self.axis.ranks) is not None
 
     def text_ranges(self, tokens: int) -> TokenRanges | None:
         """Return the ranges of a second run of so many tokens, such as text; None where every rank computes all."""
@@ -104,16 +116,19 @@ def cut_for(policy: ExchangePolicy) -> Cut:
     return "bands" if everything else "rows"
 
 
-def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall) -> Tensor:
+def attend_split(
+    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, memory: AttentionMemory | None = None
+) -> Tensor:
     """Return the attention output [B, N, q, E] of this rank's queries, or [B, q, E] of a call without heads.
 
     `call` has the tensors of this rank: common tokens and its own of each run, [B, N, q, D], [B, M, k, D] and
-    [B, M, k, E], or without the dim of heads. Raises UnsupportedModel, ExchangeError.
+    [B, M, k, E], or without the dim of heads. `memory`: for what exact attention exchanges, if the transport has
+    operations of all ranks. Raises UnsupportedModel, ExchangeError.
     """
     if call.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
-        return attend_split(split, where, runs, call.with_heads()).squeeze(1)
+        return attend_split(split, where, runs, call.with_heads(), memory).squeeze(1)
     if call.attn_mask is not None and call.attn_mask.ndim == 2 and runs.runs[0][0].mask_dims == 4:
         # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = call._replace(attn_mask=call.attn_mask[:, None, None])
@@ -122,25 +137,30 @@ def attend_split(split: TokenSplit, where: str, runs: CallRuns, call: AttentionC
     if not first:
         return call._replace(attn_mask=queries.rows(call.attn_mask)).run()
     if call.attn_mask is not None or call.is_causal:
-        mask = _whole_mask(split, where, call, queries, keys, first)
+        mask = whole_mask(split.gather, where, call, queries, keys, first)
         call = call._replace(attn_mask=mask, is_causal=False)
     remembered = split.attend_remembered(where, keys, queries, runs.runs[0][1], call)
-    return _attend_with_others(split, where, runs, call, placed) if remembered is None else remembered
+    return _attend_with_others(split, where, runs, call, placed, memory) if remembered is None else remembered
 
 
 def _attend_with_others(
-    split: TokenSplit, where: str, runs: CallRuns, call: AttentionCall, placed: PlacedCall
+    split: TokenSplit,
+    where: str,
+    runs: CallRuns,
+    call: AttentionCall,
+    placed: PlacedCall,
+    memory: AttentionMemory | None,
 ) -> Tensor:
-    queries, keys = placed[:2]
+    queries, keys, *_ = placed
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
-    of_text = runs.runs[0][0].keys is None  # alone, which is never stale
-    entry = None if split.patch is None or of_text else split.patch.entry(where, split.patch.policy.context)
-    if entry is not None:
-        return _attend_with_past(split, where, runs.rows, call, placed, entry)
+    if split.patch is not None and runs.runs[0][0].keys is not None:  # a text alone is never stale
+        entry = split.patch.entry(where, split.patch.policy.context)
+        if entry is not None:
+            return _attend_with_past(split, where, runs.rows, call, placed, entry)
     if _fits_a_mode(call, queries, keys):
-        return _by_mode(split, split.mode, where, call, queries, keys)
+        return _by_mode(split, split.mode, where, call, placed, memory)
     key, value = split.gather_together((call.key, call.value), -2, keys, where)
     return call._replace(key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
@@ -165,80 +185,6 @@ def _attend_with_past(
     stale = common_first(where, call, queries, keys, columns)
     out = attend_with_past(split.patch, where, grid, stale, entry, slots)
     return out if queries.is_common_first else queries.in_order(out, 2)
-
-
-def _whole_mask(
-    split: TokenSplit, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens, first: Runs
-) -> Tensor | None:
-    """Return the mask with a column for every key of the whole, in their order; causality as a mask.
-
-    `first`: the first run of keys, which alone may be cut in a mask: that of the text is an argument of the model.
-    """
-    mask = call.attn_mask
-    if call.is_causal:
-        size = (queries.whole, keys.whole)
-        return torch.ones(size, dtype=torch.bool, device=call.query.device).tril()
-    if mask is None or mask.shape[-1] in (1, keys.whole):
-        return mask
-    columns = mask.shape[-1]
-    if columns == keys.whole + keys.local:  # diffusers pads a mask of more columns than keys by their number
-        return mask[..., : keys.whole]
-    lacking = sum(ranges.num_tokens - ranges.count for _, ranges in first)
-    if columns not in (keys.local, keys.whole - lacking):
-        raise UnsupportedModel(
-            f"{where}: a mask of {columns} columns is neither for the {keys.local} keys that are here nor for all "
-            f"{keys.whole}"
-        )
-    placed = keys if columns == keys.local else SplitTokens.of(columns, first)
-    if mask.ndim < 2 or mask.shape[-2] == 1:
-        return split.gather(mask, -1, placed, where)
-    if len(keys.runs) > 1:
-        raise UnsupportedModel(f"{where}: a mask of queries and keys is made from the tokens that are here")
-    if queries == keys and _sees_itself_alone(mask, keys):
-        return _with_blind_columns(as_bias(mask, call.query.dtype), keys)
-    return _outer_product(split, where, mask, keys)
-
-
-def _sees_itself_alone(mask: Tensor, keys: SplitTokens) -> bool:
-    """Whether a mask made in the block lets each of our tokens attend to itself and to no other token.
-
-    Common tokens must attend to all of them alike. A single token would not show this: where a rank has no more, the
-    answer is no on all of them, as they gather the mask then.
-    """
-    ((start, ranges),) = keys.runs
-    columns = as_bias(mask, torch.float32).narrow(-1, start, ranges.count)
-    around, (own,) = keys.parted(columns, -2)
-    common = torch.cat(around, -2)
-    itself = torch.eye(ranges.count, dtype=torch.bool, device=mask.device)
-    return (
-        min(ranges.sizes) > 1
-        and torch.equal(common, common[..., :1].expand(common.shape))
-        and bool((own.isneginf() != itself).all())
-    )
-
-
-def _with_blind_columns(bias: Tensor, keys: SplitTokens) -> Tensor:
-    """Add columns for other ranks' tokens to such a mask: hidden from our tokens, and to common ones as ours are."""
-    ((start, ranges),) = keys.runs
-    common, (own,) = keys.parted(bias, -1)
-    foreign = own[..., :1].clone()
-    foreign.narrow(-2, start, ranges.count).fill_(-torch.inf)
-    columns = [foreign.expand(*own.shape[:-1], size) for size in ranges.sizes]
-    columns[ranges.group_rank] = own
-    return keys.joined(common, [ranges.joined(columns, -1)], -1)
-
-
-def _outer_product(split: TokenSplit, where: str, mask: Tensor, keys: SplitTokens) -> Tensor:
-    """Return the whole mask for one that the block makes from valid and padded tokens on this rank."""
-    if mask.dtype != torch.bool:
-        raise UnsupportedModel(
-            f"{where}: a {mask.dtype} mask is made from the tokens that are here: it cannot be split"
-        )
-    rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
-    if not torch.equal(rows & columns, mask):
-        raise UnsupportedModel(f"{where}: a mask is made from the tokens that are here, and differs by query and key")
-    columns = split.gather(columns, -1, keys, where)
-    return rows & columns
 
 
 def _fits_a_mode(call: AttentionCall, queries: SplitTokens, keys: SplitTokens) -> bool:
@@ -275,10 +221,16 @@ def _tensors_common_first(call: AttentionCall, queries: SplitTokens, keys: Split
 
 
 def _by_mode(
-    split: TokenSplit, mode: Mode, where: str, call: AttentionCall, queries: SplitTokens, keys: SplitTokens
+    split: TokenSplit,
+    mode: Mode,
+    where: str,
+    call: AttentionCall,
+    placed: PlacedCall,
+    memory: AttentionMemory | None,
 ) -> Tensor:
-    query, key, value = _tensors_common_first(call, queries, keys)
-    mask = call.attn_mask
+    queries, keys, (query, key, value, mask) = placed[0], placed[1], call[:4]
+    if not (queries.is_common_first and keys.is_common_first):
+        query, key, value = _tensors_common_first(call, queries, keys)
     if mask is not None:
         for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
@@ -294,6 +246,7 @@ def _by_mode(
         mask=mask,
         scale=call.scale,
         kernel=call.kernel,
+        memory=memory,
     )
     out = mode(split.comm, split.axis, where, shared)
     return out if queries.is_common_first else queries.in_order(out, 2)

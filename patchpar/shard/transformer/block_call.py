@@ -8,8 +8,6 @@ from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, TokenRo
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, runs_of
 
-NO_RANGES = TokenRanges(group_rank=0, starts=(0,))
-
 
 class BlockRuns:
     """Where tokens of `ranges`, and of `text` if that is split too, are in a block that is called by `rule`.
@@ -63,20 +61,10 @@ class KnownRuns:
 class BlockCall:
     """A running call of a block on this rank's tokens, `ranges`. `text`: of its text, if that is split too."""
 
-    def __init__(self, path: str, plan: BlockPlan) -> None:
-        self.path, self.plan = path, plan
-        self.runs: BlockRuns | None = None
-        self.ranges = NO_RANGES
-        self.text: TokenRanges | None = None
-        self.outputs: dict[int, Runs] = {}
-        self.attention_runs: tuple[CallRuns, ...] = ()
+    def __init__(self, path: str, runs: BlockRuns) -> None:
+        self.path, self.plan, self.runs, self.ranges, self.text = path, runs.plan, runs, runs.ranges, runs.text
         self.attentions = self.sums = self.convolutions = 0
         self.part: str | None = None  # the running part that every rank computes with all tokens
-
-    def begin(self, runs: BlockRuns) -> None:
-        """Begin with tokens that lie so."""
-        self.runs, self.ranges, self.text = runs, runs.ranges, runs.text
-        self.outputs, self.attention_runs = runs.outputs, runs.attentions
 
     def part_at(self, path: str) -> Replicated | None:
         """Return the part at the full `path` that is computed with all tokens; None for any other."""

@@ -22,7 +22,8 @@ from patchpar.shard.compiled import is_compiled
 from patchpar.shard.compiled_op import attention_traced, compiled_forward
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.module_tree import named_modules_of
-from patchpar.shard.processor_call import looks_up_signatures, without_signature
+from patchpar.shard.processor_call import ProcessorCall, looks_up_signatures
+from patchpar.shard.sdpa import AttentionDispatched
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_arguments import ArgumentRules, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall, KnownRuns
@@ -94,7 +95,8 @@ class TransformerSharder:
         self.call = TokenCall(self.split, layout, self._runs)
         self.ranges = self.call.ranges
         try:
-            return all_whole(forward(*args, **kwargs))
+            with AttentionDispatched():
+                return all_whole(forward(*args, **kwargs))
         finally:
             self.call.end()
             self.call = None
@@ -136,7 +138,9 @@ class _BlockHook(_ShardHook):
         if not call.inside and self.rules is not None:
             block, args, kwargs = self._begun(call, self.rules, args, kwargs)
             if block is not None:
-                return self._run(call, block, forward, args, kwargs)
+                if self.compiled is not None and (block.plan.mixing is not None or block.plan.replicated):
+                    raise UnsupportedModel(_COMPILED.format(self.path))
+                return call.run(block, forward, args, kwargs, traced=self.compiled is not None)
         args, kwargs = all_whole((args, kwargs))  # once, rather than queries, keys and values
         if self.compiled is None:
             return forward(*args, **kwargs)
@@ -151,38 +155,29 @@ class _BlockHook(_ShardHook):
         if known is not None and not args and known.splits_text == splits_text:
             own = known.own(kwargs, call.cut)
             if own is not None:
-                block = BlockCall(self.path, known.found.plan)
-                call.begin_block(block, known.found)
-                return block, args, own
+                return call.begin_block(self.path, known.found), args, own
         leaves, form = leaves_and_form((args, kwargs))
         rule = rules.find(form, args, kwargs)
         if rule.plan is None:
             return None, args, kwargs
-        block = BlockCall(self.path, rule.plan)
-        own_leaves = call.own_leaves(block, rule, leaves)
-        assert block.runs is not None, "it has begun"
+        block, own_leaves = call.begin(self.path, rule.plan, rule, leaves)
         self._known = KnownArguments.of(block.runs, leaves, args, kwargs, splits_text=splits_text)
         return block, *with_leaves(form, own_leaves)
-
-    def _run(self, call: TokenCall, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self.compiled is not None and (block.plan.mixing is not None or block.plan.replicated):
-            raise UnsupportedModel(_COMPILED.format(self.path))
-        call.inside = True
-        try:
-            return call.run(block, forward, args, kwargs, traced=self.compiled is not None)
-        finally:
-            call.inside = False
 
 
 class _AttentionHook(_ShardHook):
     """Runs an attention layer without the look-up of a signature, see `processor_call`."""
 
+    def __init__(self, shard: TransformerSharder, path: str) -> None:
+        super().__init__(shard, path)
+        self._call = ProcessorCall()
+
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the layer's forward."""
         forward = self.fn_ref.original_forward
-        if self.shard.call is not None:
-            forward = without_signature(module, forward, kwargs)
-        return forward(*args, **kwargs)
+        if self.shard.call is None:
+            return forward(*args, **kwargs)
+        return self._call.run(module, forward, args, kwargs)
 
 
 class _PartHook(_ShardHook):

@@ -33,16 +33,27 @@ class _Item(NamedTuple):
     runs: Runs = ()
 
 
-class _Others(NamedTuple):
-    """An argument without local tokens. `is_one`: a single item; else a tuple, or a dict without any.
+class _Items(NamedTuple):
+    """An argument that is a tuple without local tokens, or a dict without any items.
 
     `is_cut`: whether tokens of any item are cut.
     """
 
     name: str
-    is_one: bool
     items: tuple[_Item, ...]
     is_cut: bool
+
+
+class _Other(NamedTuple):
+    """An argument that is no tuple or dict. `dims` and `runs`: of a tensor, and of whole tokens in it."""
+
+    name: str
+    kind: type[Any]
+    dims: int = 0
+    runs: Runs = ()
+
+
+_Known = _Tokens | _Items | _Other
 
 
 class KnownArguments:
@@ -51,13 +62,12 @@ class KnownArguments:
     `found`: where tokens are in such a call. `splits_text`: whether it is one in which text is split, if there is any.
     """
 
-    def __init__(
-        self, found: BlockRuns, kwargs: dict[str, Any], known: Sequence[_Tokens | _Others], *, splits_text: bool
-    ) -> None:
+    def __init__(self, found: BlockRuns, kwargs: dict[str, Any], known: Sequence[_Known], *, splits_text: bool) -> None:
         self.found, self.splits_text = found, splits_text
         self._names, self._kinds = (*kwargs,), (*map(type, kwargs.values()),)
         self._tokens = tuple(each for each in known if isinstance(each, _Tokens))
-        self._others = tuple(each for each in known if isinstance(each, _Others))
+        self._tensors = tuple(each for each in known if isinstance(each, _Other) and each.kind is Tensor)
+        self._items = tuple(each for each in known if isinstance(each, _Items))
 
     @classmethod
     def of(
@@ -76,13 +86,13 @@ class KnownArguments:
         rule = found.rule
         if args or rule.has_numbers or not _says_ranges(rule, leaves, splits_text=splits_text):
             return None
-        known, number = list[_Tokens | _Others](), 0
+        known, number = list[_Known](), 0
         for name, x in kwargs.items():
             each = _known(name, x, number, found)
             if each is None:
                 return None
             known.append(each)
-            number += len(each.items) if isinstance(each, _Others) else 1
+            number += len(each.items) if isinstance(each, _Items) else 1
         return cls(found, kwargs, known, splits_text=splits_text)
 
     def own(self, kwargs: dict[str, Any], cut: Cut) -> dict[str, Any] | None:
@@ -95,12 +105,16 @@ class KnownArguments:
             if x.gathered is not None or x.source.runs is not runs or x.own.ndim != dims:
                 return None
             own[name] = x.own
-        for name, is_one, items, is_cut in self._others:
-            found = _own_items((kwargs[name],) if is_one else kwargs[name], items, cut)
+        for name, _, dims, runs in self._tensors:
+            x = kwargs[name]
+            if x.ndim != dims:
+                return None
+            own[name] = cut(x, runs) if runs else x
+        for known in self._items:
+            found = _own_items(kwargs[known.name], known, cut)
             if found is None:
                 return None
-            if is_cut:
-                own[name] = found[0] if is_one else tuple(found)
+            own[known.name] = found
         return own
 
 
@@ -118,30 +132,39 @@ def _says_ranges(rule: ArgumentRule, leaves: Sequence[Any], *, splits_text: bool
     return True
 
 
-def _known(name: str, x: Any, number: int, found: BlockRuns) -> _Tokens | _Others | None:
+def _known(name: str, x: Any, number: int, found: BlockRuns) -> _Known | None:
     """Return what is known of an argument whose first leaf has a `number`; None where that is not all of it."""
     if type(x) is LocalTokens:
         runs = found.inputs.get(number, ())
         return _Tokens(name, x.own.ndim, runs) if x.gathered is None and x.source.runs is runs else None
-    is_one = type(x) is not tuple and (type(x) is not dict or bool(x))
+    if type(x) is not tuple and (type(x) is not dict or x):
+        each = _item(x, number, found)
+        return None if each is None else _Other(name, *each)
     items = list[_Item]()
-    for each in (x,) if is_one else x:
-        if type(each) is not Tensor and type(each) not in PLAIN:
+    for each in x:
+        item = _item(each, number + len(items), found)
+        if item is None:
             return None
-        dims = each.ndim if type(each) is Tensor else 0
-        items.append(_Item(type(each), dims, found.inputs.get(number + len(items), ())))
-    return _Others(name, is_one, tuple(items), any(item.runs for item in items))
+        items.append(item)
+    return _Items(name, tuple(items), any(item.runs for item in items))
 
 
-def _own_items(found: Sequence[Any], items: tuple[_Item, ...], cut: Cut) -> Sequence[Any] | None:
-    """Return the items of an argument with our tokens only; None where they are not like `items`."""
-    if len(found) != len(items):
+def _item(x: Any, number: int, found: BlockRuns) -> _Item | None:
+    """Return what is known of a leaf with this `number`; None where it is no tensor or plain value."""
+    if type(x) is Tensor:
+        return _Item(Tensor, x.ndim, found.inputs.get(number, ()))
+    return _Item(type(x)) if type(x) in PLAIN else None
+
+
+def _own_items(whole: Any, known: _Items, cut: Cut) -> Any:
+    """Return an argument with items of our tokens only; None where they are not like the known ones."""
+    if len(whole) != len(known.items):
         return None
-    own = list(found)
-    for index, (kind, dims, runs) in enumerate(items):
+    own = list(whole)
+    for index, (kind, dims, runs) in enumerate(known.items):
         x = own[index]
         if type(x) is not kind or (kind is Tensor and x.ndim != dims):
             return None
         if runs:
             own[index] = cut(x, runs)
-    return own
+    return tuple(own) if known.is_cut else whole

@@ -43,7 +43,7 @@ class LocalTokens(Tensor):
 
     own: Tensor
     source: TokenSource
-    gathered: Tensor | None
+    gathered: Tensor | None = None
 
     def whole(self) -> Tensor:
         """Return the tensor, of any shape, with the tokens of all ranks, gathered once.
@@ -74,7 +74,7 @@ class LocalTokens(Tensor):
 def local_tokens(own: Tensor, source: TokenSource) -> LocalTokens:
     """Return our tokens `own` of a tensor of any shape as `LocalTokens`."""
     found = own.as_subclass(LocalTokens)
-    found.own, found.source, found.gathered = own, source, None
+    found.own, found.source = own, source
     return found
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.attention_memory import AttentionMemory
 from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lays, with_attention
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
@@ -24,6 +25,7 @@ from patchpar.shard.transformer.split_tokens import SplitTokens
 from patchpar.shard.transformer.token_layout import TokenLayout
 from patchpar.shard.transformer.token_mixing import ConvolutionCall, TokenMixing, is_sum
 from patchpar.shard.transformer.token_mixing_ops import convolve_rows, sum_over_ranks
+from patchpar.shard.transformer.token_plan import BlockPlan
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.transformer.token_runs import Runs, cut_runs
 
@@ -40,12 +42,15 @@ class TokenCall:
         self.inside = False
         self.block: BlockCall | None = None
         self._over = False
+        keeps = split.kernel is not None or torch.is_grad_enabled()  # it may: what it has been given must stay
+        self._memory = AttentionMemory() if split.reuses_buffers and not keeps else None
         self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
 
     def end(self) -> None:
         """End the call: tensors that the model has kept cannot be gathered any more."""
         self._over = True
         self._cuts.clear()
+        self._memory = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output [B, N, q, E] in the running block. Raises UnsupportedModel, ExchangeError."""
@@ -62,7 +67,10 @@ class TokenCall:
                 f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.attention_runs[number], call))
+        out = as_torch_lays(attend_split(self.split, where, block.runs.attentions[number], call, self._memory))
+        if self._memory is not None:
+            self._memory.release()
+        return out
 
     def mix(self, block: BlockCall, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         """Run another function than attention in a module of the block that is watched."""
@@ -80,21 +88,19 @@ class TokenCall:
             return func(*args, **kwargs)
         return convolve_rows(self.split, f"{block.path} convolution {number}", block.ranges, convolution)
 
-    def begin_block(self, block: BlockCall, found: BlockRuns) -> None:
-        """Begin a block with tokens that lie so."""
-        block.begin(found)
-        self.ranges[block.plan.name] = found.ranges
+    def begin_block(self, path: str, found: BlockRuns) -> BlockCall:
+        """Begin the block at `path` with tokens that lie so."""
+        self.ranges[found.plan.name] = found.ranges
         if found.text is not None:
             self.ranges[found.text_name] = found.text
+        return BlockCall(path, found)
 
-    def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
-        """Begin a block; return its arguments for our tokens. Raises PlanError, UnsupportedModel."""
-        ranges = self._ranges(block, rule, leaves)
+    def begin(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: list[Any]) -> tuple[BlockCall, list[Any]]:
+        """Begin a block of this plan; return its arguments for our tokens too. Raises PlanError, UnsupportedModel."""
+        ranges = self._ranges(path, plan, rule, leaves)
         text = self._text_ranges(rule, leaves, ranges) if rule.text else None
-        found = self.runs.of(block.plan, rule, ranges, text)
-        self.begin_block(block, found)
-        runs = found.inputs
-        own = list(leaves)
+        block = self.begin_block(path, self.runs.of(plan, rule, ranges, text))
+        runs, own = block.runs.inputs, list(leaves)
         for number, leaf in enumerate(leaves):
             wanted = runs.get(number, ())
             if isinstance(leaf, LocalTokens):
@@ -104,7 +110,7 @@ class TokenCall:
                 own[number] = self.cut(leaf, wanted)
         if rule.has_numbers:
             self._change_numbers(block, rule, own)
-        return own
+        return block, own
 
     def _change_numbers(self, block: BlockCall, rule: ArgumentRule, own: list[Any]) -> None:
         """Make numbers of tokens among the arguments those of our tokens."""
@@ -120,11 +126,14 @@ class TokenCall:
 
     def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
         """Run the block on our tokens, which are all that its outputs have. `traced`: it is compiled."""
-        self.block = block
+        self.block, self.inside = block, True
         try:
-            output = self._run(block, forward, args, kwargs, traced=traced)
+            if traced or block.plan.watched:
+                output = self._intercepted(block, forward, args, kwargs, traced=traced)
+            else:
+                output = with_attention(self.attend, forward, args, kwargs)
         finally:
-            self.block = None
+            self.block, self.inside = None, False
         if type(output) is tuple:  # of tensors, as nearly always: its leaves are its items
             for x in output:
                 if type(x) is not Tensor:
@@ -136,12 +145,14 @@ class TokenCall:
 
     def _with_sources(self, block: BlockCall, leaves: list[Any]) -> list[Any]:
         """Make local tokens of the outputs of a block that are tokens, and return all of its outputs."""
-        for number, runs in block.outputs.items():
+        for number, runs in block.runs.outputs.items():
             leaves[number] = local_tokens(leaves[number], TokenSource(runs, block.path, self._gathered))
         return leaves
 
-    def _run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool) -> Any:
-        if not traced and not (block.plan.watched and block.watches(block.path)):
+    def _intercepted(
+        self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any, *, traced: bool
+    ) -> Any:
+        if not traced and not block.watches(block.path):
             return with_attention(self.attend, forward, args, kwargs)
         with attention_traced(self.attend) if traced else _WatchedFunctions(self, block):
             return forward(*args, **kwargs)
@@ -151,12 +162,12 @@ class TokenCall:
         block = self.block
         return _WatchedFunctions(self, block) if block is not None and block.watches(path) else nullcontext()
 
-    def _ranges(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> TokenRanges:
+    def _ranges(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: list[Any]) -> TokenRanges:
         """Return the ranges of an argument that is cut already, else new ones. Raises PlanError, UnsupportedModel."""
         for number, rows in rule.inputs:
             if isinstance(leaves[number], LocalTokens) and leaves[number].source.runs[0].rows == rows:
                 return leaves[number].source.runs[0].ranges
-        return self.layout.ranges(block.path, block.plan, rule, leaves)
+        return self.layout.ranges(path, plan, rule, leaves)
 
     def _text_ranges(self, rule: ArgumentRule, leaves: list[Any], first: TokenRanges) -> TokenRanges | None:
         """Return the ranges of a second run of tokens, beside the `first`: those of an argument that is cut already."""
@@ -179,7 +190,7 @@ class TokenCall:
         if x.is_inference():  # it has no version counter that would show a change in place
             return cut_runs(x, runs)
         known = self._cuts.get(id(x))
-        if known is not None and known.whole() is x and known.facts == (x._version, runs):
+        if known is not None and known.whole() is x and known.version == x._version and known.runs == runs:
             return known.own
         found = self._cuts[id(x)] = _CutArgument(x, runs)
         return found.own
@@ -196,13 +207,13 @@ class TokenCall:
 
 
 class _CutArgument:
-    """Our tokens `own` of a `whole` argument of several blocks, of use while that is the same and unchanged.
+    """Our tokens `own` of a `whole` argument of several blocks, of use while that is the same and of the same version.
 
-    `facts`: its version, and how it was cut.
+    `runs`: how it was cut.
     """
 
     def __init__(self, x: Tensor, runs: Runs) -> None:
-        self.whole, self.facts = weakref.ref(x), (x._version, runs)
+        self.whole, self.version, self.runs = weakref.ref(x), x._version, runs
         self.own = cut_runs(x, runs)
 
 

@@ -21,7 +21,7 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch, PatchHook
-from patchpar.shard.processor_call import without_signature
+from patchpar.shard.processor_call import ProcessorCall
 from patchpar.shard.sdpa import AttentionCall, SdpaMode, with_attention
 from patchpar.shard.stale.token_grid import LevelGrid
 
@@ -39,6 +39,7 @@ class AttentionHook(PatchHook):
     def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False, elsewhere: bool = False) -> None:
         super().__init__(patch, where)
         self.own_kernel, self._elsewhere = own_kernel, elsewhere
+        self._call = ProcessorCall()
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward. Raises UnsupportedModel for a processor that cannot be split."""
@@ -52,8 +53,8 @@ class AttentionHook(PatchHook):
             with SdpaMode(self._attend):
                 result = self.fn_ref.original_forward(*args, **kwargs)
         else:
-            forward = without_signature(module, self.fn_ref.original_forward, kwargs)
-            result = with_attention(self._attend, forward, args, kwargs)
+            call = (module, self.fn_ref.original_forward, args, kwargs)
+            result = with_attention(self._attend, self._call.run, call, {})
         if not self._called:
             raise UnsupportedModel(
                 f"{self.where}: its attention processor {_processor_of(module)} does not call "
@@ -70,12 +71,16 @@ class AttentionHook(PatchHook):
 class ContextHook(PatchHook):
     """Attention to a context that every rank has, such as text: nothing is exchanged, and no signature looked up."""
 
+    def __init__(self, patch: LocalPatch, where: str = "") -> None:
+        super().__init__(patch, where)
+        self._call = ProcessorCall()
+
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""
         forward = self.fn_ref.original_forward
-        if self.patch.active:
-            forward = without_signature(module, forward, kwargs)
-        return forward(*args, **kwargs)
+        if not self.patch.active:
+            return forward(*args, **kwargs)
+        return self._call.run(module, forward, args, kwargs)
 
 
 def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:

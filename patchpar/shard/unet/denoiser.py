@@ -23,6 +23,7 @@ from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import band_cuts
 from patchpar.shard.group_offload import refuse_elsewhere
+from patchpar.shard.sdpa import AttentionDispatched
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.banded_maps import has_bands, with_own_bands
@@ -228,22 +229,21 @@ class PatchedDenoiser(SharedDenoiser):
         beside = self._use_bands(sample).beside
         patch.whole, patch.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, beside), (args, kwargs))
-        return forward(*own_args, **own_kwargs)
+        with AttentionDispatched():
+            return forward(*own_args, **own_kwargs)
 
     def _use_bands(self, sample: Tensor) -> ExchangeSites:
         """Set the bands of a call with that sample [B, C, H, W] or [B, C, F, H, W]; return where ranks exchange."""
         assert self._sites is not None
-        patch = self.patch
-        patch.bands = bands_of(sample.shape[patch.dim], patch.axis, self._sites.total_stride)
+        self.patch.bands = bands_of(sample.shape[self.patch.dim], self.patch.axis, self._sites.total_stride)
         return self._sites
 
     def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
         if self._in_bands_before and keystr(path) in self._in_bands_before:
             return x
-        level = level_of(path, x, sample, beside)
+        level, patch = level_of(path, x, sample, beside), self.patch
         if level is None:
             return x
-        patch = self.patch
         bands = patch.level(level.of(patch.bands.size(patch.group_rank)))
         return x.narrow(patch.dim, bands.starts[patch.group_rank], bands.size(patch.group_rank)).contiguous()
 
