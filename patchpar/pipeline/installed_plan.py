@@ -1,7 +1,7 @@
 """A plan installed in a pipeline: hooks on its denoisers, VAEs in bands. Nothing else of the pipeline changes."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -268,14 +268,17 @@ class InstalledPlan:
         return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes, graphs=graphs)
 
     def _graphs(self, *, paused: bool) -> list[StepGraphs]:
-        found = [each.graphs for each in self.patched if isinstance(each, SharedDenoiser) and each.graphs is not None]
+        found = [each.graphs for each in self.patched if isinstance(each, SharedDenoiser) and each.graphs]
         for graphs in found:
             graphs.paused = paused
         return found
 
-    def running(self, *, watched: bool = False) -> AbstractContextManager[None]:
-        """Return the context of a call of the pipeline, `watched` by a callback or not."""
-        return nullcontext() if self.vaes is None else self.vaes.state.open(watched=watched)
+    @contextmanager
+    def running(self, *, watched: bool = False) -> Iterator[None]:
+        """Context of a call of the pipeline, `watched` by a callback or not. Calls outside of it replay nothing."""
+        with ExitStack() as stack:
+            stack.callback(self._graphs, paused=True)
+            yield None if self.vaes is None else stack.enter_context(self.vaes.state.open(watched=watched))
 
     def interrupted(self) -> AbstractContextManager[None]:
         """Return the context of a function of the caller within the call."""

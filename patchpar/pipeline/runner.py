@@ -40,6 +40,7 @@ from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.state_changes import change_of
+from patchpar.pipeline.step_callbacks import OLDER, ON_STEP_END
 from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.pipeline.validate import check_pipeline, is_offloaded
 from patchpar.pipeline.whole_weights import make_whole_for
@@ -273,11 +274,10 @@ class PipelineRunner:
     def _call_pipeline(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         installed = self._installed
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
-        watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
+        watched = options.has_callback or any(kwargs.get(name) is not None for name in (ON_STEP_END, OLDER))
         recorder = installed.begin(tracing=options.tracing, watched=watched, previewed=options.previewed, call=kwargs)
         call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed)
-        call.changing = self._before_changes
-        call.calls = recorder_for(self.pipe, options, installed, self.context)
+        call.changing, call.calls = self._before_changes, recorder_for(self.pipe, options, installed, self.context)
         mesh, noise = installed.mesh, shared_noise(options, installed.mesh, installed.comm, self.device)
         with own_part(self.pipe, dict(kwargs), mesh, noise) as self._arguments, installed.running(watched=watched):
             output = call.run(self._arguments)

@@ -21,6 +21,7 @@ from patchpar.shard.graphs.step_graphs import Stateless, StepGraphs
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.stale.state import StaleState
+from patchpar.shard.verification import every_rank_has
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import NetworkRecord, WatchedNetwork
 
@@ -160,9 +161,12 @@ class SharedDenoiser:
 
     def _steady(self, kind: Hashable | None, step: Callable[..., Any], call: tuple[Any, Any]) -> Any:
         """Return the output of `step` for a call. `kind`: of a step like others, which may be a graph; else None."""
+        state = Stateless() if self.history is None else self.history.cache
+        if self.graphs is not None and kind is None:
+            self.graphs.release(state)
         if self.graphs is None or kind is None or self.exchange != "on":
             return step(*call[0], **call[1])
-        return self.graphs.run(kind, step, call, Stateless() if self.history is None else self.history.cache)
+        return self.graphs.run(kind, step, call, state)
 
     @property
     def _exact_kind(self) -> Hashable | None:
@@ -194,8 +198,10 @@ class SharedDenoiser:
 
     def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
         """Set up the stale values of this call; `form` is what must not change from one step to the next."""
-        patch = self.patch
-        patch.fresh = history.begin((form, history.clock.branches), call)  # the number of branches changes the form
+        patch, form = self.patch, (form, history.clock.branches)  # the number of branches changes the form
+        if self.graphs is not None and history.is_another(form):
+            history.cache.parks = every_rank_has(self.mesh, "memory of calls of two forms", history.has_room_beside)
+        patch.fresh = history.begin(form, call)
         patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
         patch.cache, patch.frozen = history.cache, self.exchange == "frozen"
 

@@ -1,7 +1,7 @@
 """Fingerprint of what a network computes beside its weights. A verification result holds for one fingerprint.
 
     attributes    numbers, texts, functions, and small objects such as attention processors; the configuration
-    code          of classes, of replaced forwards, and of the functions that forwards call
+    code          of classes, of replaced forwards, and of the functions that forwards and processors call
     hooks         of torch and of diffusers, except patchpar's
     torch         replaced functions of torch.nn.functional and torch.fft
 
@@ -104,6 +104,7 @@ class _Reader:
     def __init__(self) -> None:
         self._foreign: dict[str, str] = {}
         self._where = ""
+        self._called: dict[type, tuple[Any, ...]] = {}  # what objects of a class call
         self._open = set[int]()  # ids of functions that are read now: one may hold itself
 
     def read(self, network: nn.Module) -> Fingerprint:
@@ -176,14 +177,17 @@ class _Reader:
         return self._of_object(value, depth)
 
     def _of_object(self, value: Any, depth: int) -> Any:
-        """Return class, code of `__call__` and attributes of an object such as an attention processor."""
+        """Return class, attributes, and code of `__call__` and what it calls, of an object such as a processor."""
         kind = type(value)
         if package_of(kind.__module__) not in KNOWN:
             self._foreign[f"a {_name_of(kind)} in {self._where}"] = _name_of(kind)
-        called = [self._code(vars(base)["__call__"]) for base in kind.__mro__ if _calls(base)]
+        functions = [vars(base)["__call__"] for base in kind.__mro__ if _calls(base)]
+        called = [self._code(each) for each in functions]
+        if kind not in self._called:  # once for all attention layers
+            self._called[kind] = tuple(self._codes(_called(kind, each)) for each in functions)
         attributes = {name: each for name, each in getattr(value, "__dict__", {}).items() if name != "fn_ref"}
         read = (_is_at_work(each) if n in FACTORS else self._value(each, depth) for n, each in attributes.items())
-        return _name_of(kind), tuple(called), tuple(zip(attributes, read, strict=True))
+        return _name_of(kind), tuple(called), self._called[kind], tuple(zip(attributes, read, strict=True))
 
     def _codes(self, functions: Iterable[Any]) -> tuple[Any, ...]:
         return tuple(self._code(function) for function in functions if not is_ours(function))

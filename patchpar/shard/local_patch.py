@@ -17,7 +17,8 @@ from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.stale.cache import StaleCache, StaleEntry
+from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.unet.layers import RawHalo
 

@@ -30,6 +30,7 @@ Again = Callable[[], None]
 NAN = 0xFF  # every byte of a number that is none, in all floating-point formats of torch
 
 
+MASKED = {"index", "index_put", "index_put_"}
 FROM_PYTHON = "lift_fresh"
 """The operator of torch.tensor."""
 
@@ -102,7 +103,7 @@ class OpTape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in READS:
+        if name in READS or _counts_values(name, args):
             raise CaptureRefused(f"{name} reads a value at {location()}")
         args, kwargs = tree_map(lambda x: x, (args, kwargs or {}))  # lists of its own
         if name == FROM_PYTHON:  # values are frozen, where the device does not refuse them
@@ -190,6 +191,16 @@ class OpTape(TorchDispatchMode):
         if x.is_cpu and storage._cdata not in self._made and storage._cdata not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
             self._before[storage._cdata] = whole, whole.clone()
+
+
+def _counts_values(name: str, args: Any) -> bool:
+    """Whether an operator reads a mask, by which its result has a size, or places that it writes to.
+
+    One number in the place of all is written without.
+    """
+    if name not in MASKED or (name.startswith("index_put") and args[2].numel() == 1):
+        return name == "masked_select"
+    return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
 
 
 def _called(function: Callable[..., Any], call: Any) -> Any:

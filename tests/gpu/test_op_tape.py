@@ -70,6 +70,30 @@ def test_what_reads_values_is_refused(read: Callable[[Tensor], object]) -> None:
         taped(lambda: read(x + 1))
 
 
+def write_at_mask(x: Tensor) -> None:
+    x[x > 1] = torch.zeros(2)
+
+
+@pytest.mark.parametrize("read", [lambda x: x[x > 1], lambda x: x.masked_select(x > 1), write_at_mask])
+def test_masks_that_say_how_many_numbers_there_are_are_refused(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(CaptureRefused, match="reads a value"):
+        taped(lambda: read(torch.ones(2) + 1))
+
+
+def test_one_number_is_written_by_a_mask() -> None:
+    x = torch.tensor([1.0, 3.0])
+
+    def step() -> Tensor:
+        found = x + 0
+        found[found > 2] = 0.5
+        return found[torch.arange(2)]
+
+    tape = taped(step)
+    x.copy_(torch.tensor([3.0, 1.0]))
+    tape.replay()
+    assert tape.output.tolist() == [0.5, 1.0]
+
+
 def test_memory_of_before_is_as_it_was_after_the_recording() -> None:
     x = torch.ones(3)
     tape = taped(lambda: x.add_(1))

@@ -19,7 +19,8 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale import message_bucket
-from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
+from patchpar.shard.stale.cache import MOST_CALLS, MOST_PARKED, StaleCache
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.stale.workspace import Workspace
 from patchpar.strategies.displaced import DisplacedPatch
@@ -159,6 +160,46 @@ def test_another_form_begins_anew() -> None:
     assert not memory.begin(0, 1, ("another", "shape"))
     assert memory.entry("conv").own is None
     assert memory.begin(0, 2, ("another", "shape"))
+
+
+def begun(memory: StaleCache, evaluation: int, form: Any) -> tuple[StaleEntry, int, bool]:
+    """The exchange point of a call, with the number of its memory, and whether the step before may be used."""
+    usable = memory.begin(0, evaluation, form)
+    entry, generation = memory.entry("norm"), memory.generation
+    memory.end()
+    return entry, generation, usable
+
+
+def test_calls_of_two_forms_in_turn_keep_their_memory() -> None:
+    """But no value of another image."""
+    memory, value = alone(), torch.ones(1)
+    memory.parks = True
+    first, generation, _ = begun(memory, 0, FORM)
+    first.put({1: [value]}, own=torch.ones(1))
+    assert memory.is_another(0, "another")
+    assert not memory.is_another(0, FORM)
+    _, other, _ = begun(memory, 1, "another")
+    assert (memory.is_kept(generation), memory.is_kept(other), other != generation) == (True, True, True)
+    assert memory.num_bytes().total == value.nbytes
+    assert all(x is not value for x in memory.stored()), "no graph of another form holds it"
+    again, *found = begun(memory, 1, FORM)
+    assert again is first
+    assert (found, again.own, again.is_first) == ([generation, False], None, True)
+
+
+def test_memory_of_a_bounded_number_of_forms_is_kept() -> None:
+    memory, found = alone(), []
+    for parks in (True, False):
+        memory.parks = parks
+        numbers = [begun(memory, 0, (parks, size))[1] for size in range(MOST_PARKED + 3)]
+        found.append([memory.is_kept(number) for number in numbers])
+    assert found == [[False] * 2 + [True] * (MOST_PARKED + 1), [False] * (MOST_PARKED + 2) + [True]]
+    memory.parks = True
+    last = begun(memory, 0, "last")[1]
+    memory.forget_forms()
+    assert not memory.is_another(0, "another"), "none is to be kept"
+    begun(memory, 0, "another")
+    assert [memory.is_kept(number) for number in (*numbers, last)] == [False] * (len(numbers) + 1)
 
 
 @pytest.mark.parametrize("how", ["another form", "another image", "end of the image"])

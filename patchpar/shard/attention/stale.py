@@ -27,7 +27,7 @@ from patchpar.shard.attention.stale_partials import KeysValues, RemotePartials, 
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part, in_batches
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.send_window import LateExchange
 from patchpar.shard.stale.stale_layout import StaleLayout, check_room, expected_bytes
 from patchpar.shard.stale.token_grid import LevelGrid

@@ -39,7 +39,7 @@ def baked_in(network: nn.Module) -> Any:
     addresses = tuple(map(_address_of, weights))
     trained = tuple(module.training for module in network.modules()), any(x.requires_grad for x in weights)
     factors = tuple(
-        _baked(attributes[name]) for _, attributes in _attributes(network) for name in FACTORS if name in attributes
+        baked(attributes[name]) for _, attributes in _attributes(network) for name in FACTORS if name in attributes
     )
     return addresses, trained, factors
 
@@ -49,7 +49,7 @@ def _address_of(x: Tensor) -> Any:
     return tuple((each.data_ptr(), tuple(each.shape), each.stride(), each.dtype) for each in plain_tensors(x))
 
 
-def _baked(factor: Any) -> Any:
+def baked(factor: Any) -> Any:
     """Return the numbers of a factor, or of several, and where those lie that are tensors: a graph reads these."""
     leaves, form = tree_flatten(factor)
     return str(form), tuple(_address_of(x) if isinstance(x, Tensor) else repr(x) for x in leaves)

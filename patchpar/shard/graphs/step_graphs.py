@@ -11,7 +11,6 @@ ranks of the axis capture and replay the same steps: they have the same calls, a
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,9 +18,10 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from patchpar.comm.collectives import AxisComm
-from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint, fingerprint
+from patchpar.shard.graphs.counted_messages import CountedMessages
+from patchpar.shard.graphs.network_facts import CapturedFacts, NetworkFacts
 from patchpar.shard.graphs.recorder import CapturedStep, CaptureRefused, StepRecorder, without_kept_casts
 from patchpar.shard.graphs.repeated_network import (
     KeptTensors,
@@ -43,9 +43,14 @@ log = logging.getLogger(__name__)
 
 
 class CarriedState(Protocol):
-    """What crosses steps. `generation` changes when all of it lies elsewhere."""
+    """What crosses steps."""
 
-    generation: int
+    @property
+    def generation(self) -> int:
+        """Which memory this call uses. Another one has another number."""
+
+    def is_kept(self, generation: int) -> bool:
+        """Whether there is still the memory of that number."""
 
     def stored(self) -> Iterable[Tensor]:
         """Yield every tensor, of any shape, that one step leaves to the next."""
@@ -62,6 +67,10 @@ class Stateless:
 
     generation = 0
 
+    def is_kept(self, generation: int) -> bool:
+        """Whether this is its only number."""
+        return generation == self.generation
+
     def stored(self) -> Iterable[Tensor]:
         """Yield no tensor of any shape."""
         return ()
@@ -73,50 +82,24 @@ class Stateless:
         """Do nothing."""
 
 
-class _Sent:
-    """Bytes and rounds that `traffic` counts from now on."""
-
-    def __init__(self, traffic: CommStats) -> None:
-        self._traffic, self._before = traffic, self._copy(traffic)
-        self._more: list[Counter[str]] = []
-
-    @staticmethod
-    def _copy(traffic: CommStats) -> list[Counter[str]]:
-        return [each.copy() for each in _counters(traffic)]
-
-    def taken_off(self) -> "_Sent":
-        """Set the counts back to what they were, and hold the difference."""
-        for counted, before in zip(_counters(self._traffic), self._before, strict=True):
-            self._more.append(counted - before)
-            counted.subtract(self._more[-1])
-        return self
-
-    def add_to(self, traffic: CommStats) -> None:
-        """Count once more what is held."""
-        for counted, more in zip(_counters(traffic), self._more, strict=True):
-            counted.update(more)
-
-
-def _counters(traffic: CommStats) -> tuple[Counter[str], ...]:
-    return traffic.bytes_sent, traffic.bytes_received, traffic.rounds
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """A captured step. `sent`: its messages; `after`: snapshot of the state at its end; `held`: what it left.
 
-    `kept`: what modules keep beside weights. A graph reads both where they lie, so that they stay.
+    `kept`: what modules keep beside weights. A graph reads both where they lie, so that they stay. `facts`: what else
+    it repeats of the network.
     """
 
     recording: CapturedStep
     arguments: StaticCall
+    facts: CapturedFacts
     kept: tuple[KeptTensors, ...] = ()
-    sent: _Sent | None = None
+    sent: CountedMessages | None = None
     after: Any = None
     held: tuple[Tensor, ...] = ()
 
 
-_Key = tuple[Hashable, int, Any]  # kind, generation of the state, signature of the call
+_Key = tuple[Hashable, int, Any, Hashable]  # kind, generation of the state, signature of the call, network in it
 
 
 class StepGraphs:
@@ -136,12 +119,12 @@ class StepGraphs:
         level: int = logging.WARNING,
     ) -> None:
         self._network, self._recorder, self._mesh, self._required = network, recorder, mesh, required
-        self._level, self._time = level, TimeArgument(network)
+        self._level, self._time, self._facts = level, TimeArgument(network), NetworkFacts(network)
         self._graphs: dict[_Key, _Graph] = {}  # the last one used is the last
         self._ran: dict[_Key, tuple[Fingerprint, Any]] = {}  # kinds that have run once, and the network then
         self._not_captured = set[_Key]()
         self._new_kinds = 0  # one after the other
-        self._facts: Any = None
+        self._baked: Any = None
         self.replays = 0
         self.refused = ""
         """Why the last kind of step that is not captured is not."""
@@ -153,9 +136,9 @@ class StepGraphs:
         if self.paused or self._new_kinds > MOST_KINDS:
             return step(*call[0], **call[1])
         call = self._time.as_tensor(call, self._mesh[0].transport.device)
-        key = (kind, state.generation, signature_of(call))
+        key = (kind, state.generation, signature_of(call), self._facts.kind())
         graph = self._graphs.pop(key, None)
-        if graph is not None and all(each.are_there for each in graph.kept):  # else others have taken their places
+        if graph is not None and self._repeats(graph):
             self._graphs[key] = graph
             graph.arguments.take(call)
             return self._replayed(graph, call, state)
@@ -167,11 +150,13 @@ class StepGraphs:
         with without_kept_casts(self._mesh[0].transport.device.type):
             return step(*call[0], **call[1])
 
+    def _repeats(self, graph: _Graph) -> bool:
+        """Whether a graph computes what the network would: nothing that it reads has been replaced meanwhile."""
+        return self._facts.are_as(graph.facts) and all(each.are_there for each in graph.kept)
+
     def _note(self, key: _Key, state: CarriedState) -> None:
         """Note a kind of step that runs for the first time."""
-        for known in [known for known in (*self._graphs, *self._ran) if known[1] != state.generation]:
-            self._forget(known)  # its buffers are of no more use
-            self._new_kinds = 0
+        self.release(state)
         while len(self._ran) >= MOST_KINDS:
             self._forget(next(iter(self._ran)))
         self._ran[key] = fingerprint(self._network), baked_in(self._network)
@@ -180,6 +165,12 @@ class StepGraphs:
             self.clear()
             self._new_kinds = MOST_KINDS + 1
             self._refuse(key, f"its arguments differ from step to step: {MOST_KINDS} calls were of as many kinds")
+
+    def release(self, state: CarriedState) -> None:
+        """Drop the graphs of memory that is of no more use, before other memory is allocated."""
+        for known in [known for known in (*self._graphs, *self._ran) if not state.is_kept(known[1])]:
+            self._forget(known)
+            self._new_kinds = 0
 
     def _forget(self, key: _Key) -> None:
         """Drop what is known of a kind of step."""
@@ -192,7 +183,7 @@ class StepGraphs:
         self._new_kinds = 0
         while len(self._graphs) >= MOST_GRAPHS:
             self._forget(next(iter(self._graphs)))
-        before, traffic = state.snapshot(), _Sent(self._mesh[0].traffic)
+        before, traffic = state.snapshot(), CountedMessages(self._mesh[0].traffic)
         found, reason = self._attempt(key, step, call, state)
         sent, after = traffic.taken_off(), state.snapshot()
         if not every_rank_has(self._mesh, "capture of a step", not reason):
@@ -229,7 +220,7 @@ class StepGraphs:
             reason = "its weights lie elsewhere after each step"
         elif _addresses(state) != buffers:
             reason = "a buffer that one step leaves to the next lies elsewhere each time"
-        return _Graph(recording, arguments, tuple(kept.values())), reason
+        return _Graph(recording, arguments, self._facts.captured(), tuple(kept.values())), reason
 
     def _why_no_room(self, recording: CapturedStep) -> str:
         """Return why the memory that a captured step has taken is too much beside other graphs; empty if it is not."""
@@ -275,10 +266,10 @@ class StepGraphs:
 
     def look_at_network(self) -> None:
         """Drop all graphs if weights lie elsewhere, or their modes or factors of adapters are others, than before."""
-        facts, before = baked_in(self._network), self._facts
-        self._facts = facts
-        if before is not None and facts != before:
-            self.clear("weights have moved, or their modes or factors of adapters have changed")
+        now, before = baked_in(self._network), self._baked
+        self._baked = now
+        if self._facts.renew() or (before is not None and now != before):
+            self.clear("modules or weights have moved, or their modes or factors of adapters have changed")
 
     def clear(self, reason: str = "") -> None:
         """Drop all graphs; say so if there are any and there is a `reason`. What is refused may be tried again."""

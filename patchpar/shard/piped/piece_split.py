@@ -17,7 +17,8 @@ from patchpar.shard.attention.token_buffer import attend_to_tokens
 from patchpar.shard.local_patch import without_values
 from patchpar.shard.piped.piece_memory import PieceMemory, RememberedParts
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import StaleCache, StaleEntry
+from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.transformer.attention import TokenSplit, common_first
 from patchpar.shard.transformer.split_tokens import PlacedRun, SplitTokens

@@ -1,6 +1,6 @@
 """Stale values of one rank's exchange points, and exchanges pending for the next step.
 
-    entry     one exchange point in one guidance call: values last received, the rank's own last value, pending exchange
+    entry     one exchange point in one guidance call: `guidance_call`
     bucket    small messages of several exchange points, sent as one: `message_bucket`
     cache     all entries; decides whether the previous step may be used in this call
 
@@ -9,7 +9,6 @@ often that exchange point has run in the call.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,13 @@ from patchpar.comm.exchange_part import ExchangePart, Received
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.shard.stale.message_bucket import BucketMemories, MessageBucket
+from patchpar.shard.stale.guidance_call import NEVER, GuidanceCall, StaleEntry
+from patchpar.shard.stale.message_bucket import MessageBucket
 from patchpar.shard.stale.send_window import NUM_BUFFERS, SendWindow
 from patchpar.shard.stale.workspace import Workspace
 
 MOST_CALLS = 16  # in one step: guidance needs two or three
-NEVER = -2  # as the number of the last evaluation: none in this image. -1 would be the one before evaluation 0
+MOST_PARKED = 3  # forms of a guidance call, beside the one that it has
 
 
 class StaleBytes(NamedTuple):
@@ -40,96 +40,21 @@ class StaleBytes(NamedTuple):
         return self.held + self.arriving
 
 
-@dataclass(slots=True)
-class StaleEntry:
-    """One exchange point in one guidance call. `received` and `own` are of the previous evaluation.
-
-    `state` belongs to the exchange point. `memory`: of its messages for the next step, unless these are in a bucket.
-    `evaluation`: in which it ran last. Of its latest run, `is_first`: whether none was before in this image, or since a
-    step was missed; `continues`: whether one was in the evaluation before.
-    """
-
-    received: Received = field(default_factory=dict)
-    own: Tensor | None = None
-    state: Any = None
-    pending: Callable[[], Received] | None = None
-    memory: MessageMemory = field(default_factory=MessageMemory)
-    evaluation: int = NEVER
-    is_first: bool = True
-    continues: bool = False
-
-    def wait(self) -> Received:
-        """Wait for the pending exchange, if any, and return the stale values received. Raises ExchangeError."""
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            self.received = pending()
-        return self.received
-
-    def pop(self) -> Received:
-        """As `wait`, and store nothing here: the state of the exchange point has the values."""
-        received, self.received = self.wait(), {}
-        return received
-
-    def drop(self) -> None:
-        """Wait for the pending exchange and discard its values."""
-        if self.pending is not None or self.received:  # neither, nearly always
-            self.pop()
-
-    def put(self, received: Received, own: Tensor | None = None) -> None:
-        """Store fresh values for the next step.
-
-        `received`: tensors of any shape by global rank; `own`: this rank's value, of any shape.
-        """
-        self.drop()
-        self.received, self.own = received, own
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield every stored tensor, of any shape."""
-        yield from (x for tensors in self.received.values() for x in tensors)
-        if self.own is not None:
-            yield self.own
-        if self.state is not None:
-            yield from self.state.tensors()
-
-    def arriving(self) -> Iterator[Tensor]:
-        """Yield the buffers, of any shape, that hold nothing but what the exchange in flight will bring."""
-        if self.state is not None:
-            yield from self.state.arriving()
-
-
-@dataclass(slots=True)
-class _GuidanceCall:
-    """One guidance call of the step: its entries, and the evaluation and form they belong to.
-
-    `memories` of its buckets.
-    """
-
-    window: SendWindow
-    entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
-    memories: BucketMemories = field(default_factory=dict)
-    evaluation: int = NEVER
-    form: Any = None
-
-    def clear(self) -> None:
-        """Forget all exchange points. None may be in flight."""
-        self.entries.clear()
-        self.memories.clear()
-        self.window.clear()
-
-
 class StaleCache:
     """Values stored between the evaluations of one denoiser."""
 
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
         self.workspace, self._arriving = Workspace(), [Workspace() for _ in range(NUM_BUFFERS)]
-        self._calls: dict[int, _GuidanceCall] = {}
-        self._call = _GuidanceCall(SendWindow(self._arriving))
+        self._calls: dict[int, GuidanceCall] = {}
+        self._call = GuidanceCall(SendWindow(self._arriving))
+        self._parked: list[tuple[int, GuidanceCall]] = []  # with their numbers; the one parked last is the last
+        self._generations = 0
         self._passed: dict[str, int] = {}
         self.evaluation = 0
         self.attentions = 0  # attention exchange points run in this call
         self.joins = False  # whether exchanges for the next step end with the call, as those in a graph have to
-        self.generation = 0  # how often exchange points have been forgotten
+        self.parks = False  # whether buffers of calls of another form are kept, such as of another size
         self.measures_drift = False
         self.drift = torch.zeros(2, device=comm.transport.device)
         """Squared change of this rank's keys in this call, and their square."""
@@ -144,12 +69,8 @@ class StaleCache:
                 f"the denoiser has been called {call + 1} times without a scheduler step in between (limit "
                 f"{MOST_CALLS}), so stale values cannot be assigned to a step: use strategy 'exact'"
             )
-        known = self._calls.setdefault(call, _GuidanceCall(SendWindow(self._arriving)))
-        usable = known.form == form and evaluation - known.evaluation == 1
-        if known.form != form:
-            _settle(known)
-            known.clear()
-            self.generation += 1
+        known = self._of_form(call, form)
+        usable = evaluation - known.evaluation == 1
         if not usable:
             for entry in known.entries.values():
                 entry.evaluation = NEVER
@@ -161,6 +82,53 @@ class StaleCache:
             self.drift.zero_()
         self._passed.clear()
         return usable
+
+    def is_another(self, call: int, form: Any) -> bool:
+        """Whether the guidance call of that number last had another form."""
+        return call in self._calls and self._calls[call].form not in (None, form)
+
+    def forget_forms(self) -> None:
+        """Use no memory of the calls so far again, whatever their form. It is freed when the next calls begin."""
+        for known in self._calls.values():
+            known.form = None
+        for _, known in self._parked:
+            known.clear()
+        self._parked.clear()
+
+    def _of_form(self, call: int, form: Any) -> GuidanceCall:
+        """Return the guidance call of that number and form: the one that was last, one that is parked, or a new one."""
+        known = self._calls.pop(call, None)
+        if known is not None and known.form != form:
+            self._park(call, known)
+            known = None
+        if known is None:
+            known = next((each for number, each in self._parked if number == call and each.form == form), None)
+            self._parked = [(number, each) for number, each in self._parked if each is not known]
+        if known is None:
+            self._generations += 1
+            known = GuidanceCall(SendWindow(self._arriving), self._generations)
+        self._calls[call] = known
+        return known
+
+    def _park(self, call: int, known: GuidanceCall) -> None:
+        """Keep a guidance call for others of its form, or forget it."""
+        known.settle()
+        known.rest()
+        of_call = [each for each in self._parked if each[0] == call]
+        kept = [*of_call, (call, known)][-MOST_PARKED:] if self.parks and known.form is not None else []
+        for _, each in [*of_call, (call, known)]:
+            if all(each is not other for _, other in kept):
+                each.clear()
+        self._parked = [each for each in self._parked if each[0] != call] + kept
+
+    @property
+    def generation(self) -> int:
+        """Which memory the running call uses: another number for calls of another form."""
+        return self._call.generation
+
+    def is_kept(self, generation: int) -> bool:
+        """Whether there is still the memory of that number."""
+        return any(each.generation == generation for each in (*self._calls.values(), *(x for _, x in self._parked)))
 
     def rewind(self) -> None:
         """Begin another pass over the exchange points of this call, as for the next piece of an image."""
@@ -217,21 +185,19 @@ class StaleCache:
         self.bucket.flush("end of the call")
         self._call.window.end()
         if self.joins:
-            _settle(self._call)
+            self._call.settle()
 
     def settle(self) -> None:
         """Wait for every pending exchange. Raises ExchangeError."""
         self.bucket.flush("end of the image")
         for call in self._calls.values():
-            _settle(call)
+            call.settle()
 
     def reset(self) -> None:
         """Prepare for another image: no value of the last one is used again. Buffers are kept."""
         self.settle()
         for call in self._calls.values():
-            call.evaluation = NEVER
-            for entry in call.entries.values():
-                entry.own = None  # or drift of the first step would be measured against the last image
+            call.rest()
 
     def snapshot(self) -> list[Any]:
         """Return what the process knows of the exchange points of this call: values are not copied."""
@@ -251,22 +217,23 @@ class StaleCache:
             entry.evaluation = self.evaluation
 
     def stored(self) -> Iterator[Tensor]:
-        """Yield every tensor, of any shape, that a call leaves to the next or receives for it."""
+        """Yield every tensor, of any shape, that a call leaves to the next or receives for it; not what is parked."""
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         yield from (x for entry in entries for each in (entry.tensors(), entry.arriving()) for x in each)
-        yield from (x for memory in self._memories() for x in memory.tensors())
+        yield from (x for memory in self._memories(self._calls.values()) for x in memory.tensors())
         yield from (x for buffer in (self.workspace, *self._arriving) for x in buffer.tensors())
         yield self.drift
 
-    def _memories(self) -> Iterator[MessageMemory]:
-        for call in self._calls.values():
+    def _memories(self, calls: Iterable[GuidanceCall]) -> Iterator[MessageMemory]:
+        for call in calls:
             yield from (*call.memories.values(), *(entry.memory for entry in call.entries.values()))
 
     def num_bytes(self) -> "StaleBytes":
-        """Return the bytes stored for the next step; storage shared by several tensors counts once."""
-        entries = [entry for call in self._calls.values() for entry in call.entries.values()]
+        """Return the bytes stored for the next step, or parked; storage shared by several tensors counts once."""
+        calls = [*self._calls.values(), *(call for _, call in self._parked)]
+        entries = [entry for call in calls for entry in call.entries.values()]
         held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
-        held += [x for memory in self._memories() for x in memory.tensors()]
+        held += [x for memory in self._memories(calls) for x in memory.tensors()]
         arriving = [x for entry in entries for x in entry.arriving()]
         arriving += [x for buffer in self._arriving for x in buffer.tensors()]
         in_arriving = _bytes_by_storage(arriving)
@@ -277,8 +244,3 @@ class StaleCache:
 def _bytes_by_storage(tensors: Iterable[Tensor]) -> dict[int, int]:
     storages = [x.untyped_storage() for x in tensors]
     return {storage._cdata: storage.nbytes() for storage in storages}
-
-
-def _settle(call: _GuidanceCall) -> None:
-    for entry in call.entries.values():
-        entry.wait()

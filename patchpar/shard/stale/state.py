@@ -11,6 +11,7 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
+from patchpar.launch.accelerators import free_bytes
 from patchpar.plan.exchange_policy import CachedPartials, ExchangePolicy, StaleKV
 from patchpar.plan.resync import ResyncDecider
 from patchpar.plan.step_clock import StepClock
@@ -18,6 +19,7 @@ from patchpar.shard.host_memory import HostCopy
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.stale.extrapolation import StepExtrapolator
 
+MOST_PARKED_BYTES = 0.1  # of free memory, that values of other forms may take
 _Argument = tuple["ref[Tensor]", bool]  # of the last evaluation, and whether it was that of the one before too
 
 
@@ -75,6 +77,16 @@ class StaleState:
                 self._known_ratio = ratio
                 self._ratio.fill_(ratio)
         return self._ratio
+
+    def is_another(self, form: Any) -> bool:
+        """Whether the call that begins now last had another form. The same on all ranks."""
+        return self.cache.is_another(max(0, self.clock.call), form)
+
+    @property
+    def has_room_beside(self) -> bool:
+        """Whether this rank has memory for values of another form beside those that it keeps."""
+        free = free_bytes(self.comm.transport.device)
+        return free is None or self.cache.num_bytes().total <= MOST_PARKED_BYTES * free
 
     def begin(self, form: Any, arguments: tuple[Any, Any] = ((), {})) -> bool:
         """Begin a denoiser call; return whether it is exact. `form`: what must not change from one step to the next.

@@ -23,7 +23,7 @@ from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.attention.ulysses import Mode
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
-from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.transformer.attention_backend import BackendKernel
 from patchpar.shard.transformer.attention_mask import whole_mask

@@ -210,7 +210,7 @@ class PatchedDenoiser(SharedDenoiser):
     def _with_stale_state(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run with stale values where the previous step is known and the policy uses them."""
         patch, sample = self.patch, map_of(args, kwargs)
-        self._look_back(history, (sample.shape, sample.dtype, patch.dim, self._sharded), (args, kwargs))
+        self._look_back(history, (sample.shape, sample.dtype, patch.dim, self._sites), (args, kwargs))
         patch.policy = history.policy.frozen() if patch.frozen else history.policy
         step = partial(self._stale_step, history, forward)
         whole, gathered = self._steady(history.steady_kind, step, (args, kwargs))
@@ -271,9 +271,8 @@ class PatchedDenoiser(SharedDenoiser):
         return type(output)(**{**output, first: whole}), beside
 
     def _dim(self, sample: Tensor) -> int:
-        if self.split == "auto":
-            return -2 if sample.shape[-2] >= sample.shape[-1] else -1
-        return -2 if self.split == "rows" else -1
+        by_rows = self.split == "rows" or (self.split == "auto" and sample.shape[-2] >= sample.shape[-1])
+        return -2 if by_rows else -1
 
     def _unlearn(self) -> None:
         self._learnt = {}
@@ -283,6 +282,8 @@ class PatchedDenoiser(SharedDenoiser):
         self._drop_graphs()
         self._take_out()
         self._verified.clear()
+        if self.history is not None:
+            self.history.cache.forget_forms()
 
     def _take_out(self) -> None:
         """Remove the exchange points for others: graphs of calls with those stay."""

@@ -25,7 +25,7 @@ from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.kernels.group_moments import moments_of_band
 from patchpar.shard.local_patch import LocalPatch, PatchHook
-from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
     RawHalo,
