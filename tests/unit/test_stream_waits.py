@@ -607,7 +607,8 @@ def test_what_was_awaited_before_the_end_poisons_nothing_after_it(gpu: Gpu, ende
 
 
 def test_no_thread_asks_the_gpu_while_a_graph_is_captured(gpu: Gpu) -> None:
-    line = transport(deadline=0.0)
+    line = transport()
+    line.deadline = 0.0  # its groups have been formed
     assert line.waits is not None
     gpu.stuck = True
     with line.waits.paused():
