@@ -20,7 +20,7 @@ from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.attention import stale
+from patchpar.shard.attention import fresh_exchange, stale
 from patchpar.shard.attention.token_buffer import attend_to_tokens, fresh_part
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
@@ -172,7 +172,10 @@ def sent_late(strategy: str) -> Iterator[None]:
     if not strategy.startswith("fresh-edges") or "correction=none" in strategy:
         yield
         return
-    with mock.patch.object(stale, "collectives_of", return_value=True), mock.patch.object(StaleLayout, "packs", False):
+    of_stale, of_fresh = (
+        mock.patch.object(each, "collectives_of", return_value=True) for each in (stale, fresh_exchange)
+    )
+    with of_stale, of_fresh, mock.patch.object(StaleLayout, "packs", False):
         yield
 
 
