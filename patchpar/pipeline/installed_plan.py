@@ -99,11 +99,10 @@ class InstalledPlan:
             self.weights = InstalledWeights(self.pipe, plan, mesh, comm, self.guidance, self._held)
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
-            in_patches = self._in_patches(module, plan, clock, verifications)
+            in_patches, check = self._in_patches(module, plan, clock, verifications), None
             if in_patches is not None and plan.stage == 1:
                 layers.append(in_patches)
                 self.patched.append(in_patches)
-            check = None
             if self.guidance is not None and verifications is not None:
                 by_branch = partial(self.guidance.layers_of, module)
                 takes_all = plan.stage > 1 or (plan.patch > 1 and any(conditioners_of(self.pipe)))

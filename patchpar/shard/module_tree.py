@@ -1,6 +1,11 @@
 """The modules of a network in torch's order, listed at once: its own iterators take several times as long."""
 
-from torch import nn
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the controller starts its workers before it imports torch
+    from torch import nn
 
 
 def named_modules_of(network: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.weights.model import save_model
 from patchpar.errors import PlanError
+from patchpar.launch.file_pages import FilePages
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.models.dry_run.call_memory import NO_CALL, CallMemory
 from patchpar.models.dry_run.empty_pipeline import empty_pipeline
@@ -35,10 +36,13 @@ def no_comm() -> Any:
 
 
 @pytest.mark.parametrize(("weights", "resident"), [("sharded", 0), ("sharded", 1), ("hosted", 0)])
-def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int) -> None:
-    """But for the alignment of each tensor to 64 bytes, and of each part."""
+def test_the_formula_is_what_a_rank_holds(
+    flux: str, monkeypatch: pytest.MonkeyPatch, weights: str, resident: int
+) -> None:
+    """But for the alignment of each tensor to 64 bytes, and of each part. Of weights that are in no file."""
     plan = Plan(patch=2, weights=weights, resident=resident)
     networks = network_bytes(empty_pipeline(Path(flux), {}))
+    monkeypatch.setattr(FilePages, "have", lambda *_: False)
     held = HeldWeights(0, CPU, no_comm)
     pipe = held.load(flux, {}, plan)
     found, whole = 0, {id(x): x for net in pipe.components.values() if hasattr(net, "parameters") for x in tensors(net)}
@@ -51,6 +55,13 @@ def test_the_formula_is_what_a_rank_holds(flux: str, weights: str, resident: int
     wanted = memory_of(plan, networks).ranks[0]
     number = sum(1 for net in pipe.components.values() if hasattr(net, "parameters") for _ in tensors(net))
     assert wanted <= found <= wanted + 2 * 64 * 2 * number
+
+
+def test_weights_that_are_in_files_take_no_memory_of_a_rank(flux: str) -> None:
+    """CPUs of one host have one copy of a file in memory, which the system can drop; the formula counts it."""
+    held = HeldWeights(0, CPU, no_comm)
+    held.load(flux, {}, Plan(patch=2, weights="sharded"))
+    assert [weights.store.num_bytes for weights in held._held.values() if weights is not None] == [0] * 3
 
 
 def test_the_terms_add_up_and_are_named() -> None:

@@ -71,12 +71,19 @@ def test_a_processor_set_later_is_called() -> None:
     assert torch.equal(found, torch.ones(1, 5, 8))
 
 
+class Further(nn.Module):
+    """A processor with an argument of its own."""
+
+    def __call__(self, *_: Any, further: Any = None, **__: Any) -> Any:
+        return further
+
+
 def test_forwards_of_other_code_and_arguments_of_processors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the forward that the same layer had before was diffusers'."""
     attention, call = layer("unet"), ProcessorCall()
     call.run(attention, attention.forward, (IMAGE,), {})
     assert call.run(attention, lambda *args, **kwargs: (args, kwargs), (1,), {"scale": 2}) == ((1,), {"scale": 2})
-    monkeypatch.setattr(attention, "processor", lambda *_, further=None, **__: further)
+    attention.processor = Further()
     with monkeypatch.context() as patched:
         patched.setattr(inspect, "signature", refused)
         assert call.run(attention, attention.forward, (IMAGE,), {}) is None

@@ -75,6 +75,7 @@ class TransformerSharder:
                 self._hook(module, _BlockHook(self, path, module))
             elif looks_up_signatures(module) and not path.startswith(compiled):
                 self._hooks.install(module, _AttentionHook(self, path), ATTENTION)
+        self._has_compiled = bool(compiled)
         parts = {f"{path}.{part.path}" for block in plan.blocks for path in block.paths for part in block.replicated}
         for path in sorted(parts):
             self._hook(denoiser.get_submodule(path), _PartHook(self, path))
@@ -95,6 +96,8 @@ class TransformerSharder:
         self.call = TokenCall(self.split, layout, self._runs)
         self.ranges = self.call.ranges
         try:
+            if self._has_compiled:  # a graph of torch.compile holds as long as torch's functions are the same
+                return all_whole(forward(*args, **kwargs))
             with AttentionDispatched():
                 return all_whole(forward(*args, **kwargs))
         finally:

@@ -23,7 +23,6 @@ from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import band_cuts
 from patchpar.shard.group_offload import refuse_elsewhere
-from patchpar.shard.sdpa import AttentionDispatched
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.banded_maps import has_bands, with_own_bands
@@ -229,8 +228,8 @@ class PatchedDenoiser(SharedDenoiser):
         beside = self._use_bands(sample).beside
         patch.whole, patch.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, beside), (args, kwargs))
-        with AttentionDispatched():
-            return forward(*own_args, **own_kwargs)
+        assert self._sharded is not None, "exchange points are installed before"
+        return self._sharded.run(forward, own_args, own_kwargs)
 
     def _use_bands(self, sample: Tensor) -> ExchangeSites:
         """Set the bands of a call with that sample [B, C, H, W] or [B, C, F, H, W]; return where ranks exchange."""

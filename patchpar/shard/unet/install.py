@@ -5,7 +5,7 @@ restore    remove every hook; outputs are bit-equal to the untouched denoiser
 verify     compare the split forward with the plain one, at two sizes, on all ranks
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.precision import full_precision
 from patchpar.shard.processor_call import looks_up_signatures
+from patchpar.shard.sdpa import AttentionDispatched
 from patchpar.shard.unet.attention_hook import AttentionHook, ContextHook, refusal_of_past
 from patchpar.shard.unet.compiled_blocks import CompiledBlocks
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
@@ -45,6 +46,13 @@ class UNetSharder:
         except BaseException:
             self.restore()  # a refused denoiser is left as it was
             raise
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the denoiser's `forward` for this rank's bands."""
+        if self._compiled.paths:  # a graph of torch.compile holds as long as torch's functions are the same
+            return forward(*args, **kwargs)
+        with AttentionDispatched():
+            return forward(*args, **kwargs)
 
     def _hook_all(self, sites: ExchangeSites) -> None:
         patch = self.patch
