@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import time
 from contextlib import suppress
@@ -53,7 +54,8 @@ def _in_own_segments(kind: str) -> int:
 
 
 def return_freed_memory() -> None:
-    """Let the C library return to the system what it keeps of freed memory, tens of MB, which no tensor holds."""
+    """Let Python free models of before, and the C library return what it keeps of freed memory, tens of MB."""
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:
         trim(0)
