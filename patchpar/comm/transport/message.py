@@ -98,7 +98,6 @@ class Work(ABC, Generic[T]):
     _beside: tuple["Work[Any]", ...] = ()
     _result: tuple[T] | None = None
     _stalls: Sequence[Stall] = ()  # of streams, since the last call of `on_wait`
-
     _steps: tuple[Callable[[Any], Any], ...] = ()
 
     def __init__(self, incoming: Sequence[Incoming], where: str) -> None:

@@ -56,9 +56,11 @@ class TorchWork(Work[T]):
         incoming: Sequence[Incoming],
         where: str,
     ) -> None:
-        Work.__init__(self, incoming, where)  # without `super()`, in every exchange
-        self._transport, self._works = transport, works
+        # What the base sets, too, without a call of it in every exchange.
+        self.incoming, self.where, self._transport, self._works = incoming, where, transport, works
         self._sent, self._raw = buffers
+        if self._has_messages:
+            self._received = [None] * len(incoming)
 
     def _receive(self, index: int) -> list[Tensor]:
         """Receive one message into its buffers. Works may be coalesced, so this waits for the whole batch."""
@@ -103,18 +105,6 @@ class FilledBuffer(TorchWork[Tensor]):
 
     _has_messages = False
     _joined: "FilledBuffer | None" = None
-
-    def __init__(
-        self,
-        transport: Waiter,
-        works: Sequence[dist.Work],
-        buffers: tuple[Sequence[Tensor], Sequence[Tensor]],
-        incoming: Sequence[Incoming],
-        where: str,
-    ) -> None:
-        # All that the bases set, but for messages, without a call of either in every exchange.
-        self.incoming, self.where, self._transport, self._works = incoming, where, transport, works
-        self._sent, self._raw = buffers
 
     def beside(self, other: Work[Any]) -> Work[Tensor]:
         """See Work. A stream waits for both between two events, and not between two for each."""
