@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from patchpar.pipeline.messages import CallOptions, CallResult, RandomState
+from patchpar.pipeline.planner.block_events import NotedBlocks
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
@@ -36,6 +37,19 @@ class Counted:
 def call_of(name: str, steps: int = STEPS) -> dict[str, Any]:
     """The arguments of a call of a tiny pipeline."""
     return {**tiny.build(name).call_kwargs, "num_inference_steps": steps}
+
+
+def noted_again(monkeypatch: pytest.MonkeyPatch, kind: type[NotedBlocks]) -> list[str]:
+    """The paths of what recordings with this kind of noted blocks do not run, from now on."""
+    paths: list[str] = []
+    run = kind._again
+
+    def noted(self: NotedBlocks, found: Any, path: str, *args: Any) -> Any:
+        paths.append(path)
+        return run(self, found, path, *args)
+
+    monkeypatch.setattr(kind, "_again", noted)
+    return paths
 
 
 def counted(this: PoolRank, name: str, plans: list[str], vae: str = "auto") -> list[Counted | None]:

@@ -21,7 +21,7 @@ from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
 from tests import tiny
 from tests.breadth import first_of
-from tests.planner.on_ranks import call_of
+from tests.planner.on_ranks import call_of, noted_again
 
 MORE = 5
 PLANS = ["single", "patch=3", "patch=4,strategy=exact:ulysses=2", "cfg=2,patch=2"]
@@ -43,15 +43,7 @@ def longer(name: str) -> Any:
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The paths of blocks that were not run."""
-    paths: list[str] = []
-    run = RepeatedBlocks._again
-
-    def noted(self: RepeatedBlocks, found: Any, path: str, *args: Any) -> Any:
-        paths.append(path)
-        return run(self, found, path, *args)
-
-    monkeypatch.setattr(RepeatedBlocks, "_again", noted)
-    return paths
+    return noted_again(monkeypatch, RepeatedBlocks)
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["gpus", "cpu"])

@@ -14,7 +14,7 @@ from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
 from tests import tiny
 from tests.breadth import first_of
-from tests.planner.on_ranks import call_of
+from tests.planner.on_ranks import call_of, noted_again
 
 MODELS = ("flux", "sd", "sdxl", "sd3", "pixart", "wan", "qwen", "auraflow", "ltx", "lumina2", "wan_i2v")
 
@@ -22,15 +22,7 @@ MODELS = ("flux", "sd", "sdxl", "sd3", "pixart", "wan", "qwen", "auraflow", "ltx
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of encoders that were not run."""
-    names: list[str] = []
-    run = RepeatedEncoders._again
-
-    def noted(self: RepeatedEncoders, found: Any, path: str, *args: Any) -> Any:
-        names.append(path)
-        return run(self, found, path, *args)
-
-    monkeypatch.setattr(RepeatedEncoders, "_again", noted)
-    return names
+    return noted_again(monkeypatch, RepeatedEncoders)
 
 
 class Recorded:
