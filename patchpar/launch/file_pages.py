@@ -3,11 +3,13 @@
 import bisect
 import ctypes
 import mmap
+import re
 import sys
 from pathlib import Path
 
 OURS = "/memfd:patchpar-block"  # a pipeline from the caller
 POPULATE_WRITE = 23  # of madvise; Python has no name for it
+PRIVATE = re.compile(r"^(\w+)-(\w+) \S{3}p \S+ \S+ \S+ +(/.*)$", re.MULTILINE)  # lines of mappings with a path
 NO_FILES = ("/dev/", "/memfd:", "/SYSV", "/anon_hugepage")  # whose pages would be lost
 
 
@@ -21,10 +23,9 @@ class FilePages:
         self._starts: list[int] = []
         self._ends: list[int] = []
         table = Path("/proc/self/maps")
-        for line in table.read_text().splitlines() if sys.platform == "linux" and table.exists() else ():
-            memory, kind, _, _, _, *path = line.split(maxsplit=5)
-            if path and kind.endswith("p") and _is_of_a_file(path[0]):
-                first, last = memory.split("-")
+        for found in PRIVATE.finditer(table.read_text() if sys.platform == "linux" and table.exists() else ""):
+            first, last, path = found.groups()
+            if _is_of_a_file(path):
                 self._starts.append(int(first, 16))
                 self._ends.append(int(last, 16))
 
@@ -41,7 +42,7 @@ class FilePages:
 
 
 def _is_of_a_file(path: str) -> bool:
-    return path.startswith(OURS) or (path.startswith("/") and not path.startswith(NO_FILES))
+    return path.startswith(OURS) or not path.startswith(NO_FILES)
 
 
 def take_pages(address: int, num_bytes: int) -> None:

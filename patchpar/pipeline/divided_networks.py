@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.file_pages import FilePages
 from patchpar.models.info import denoisers_of, is_name_of_denoiser, networks_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
@@ -86,9 +87,11 @@ def each_in_shards(
 
     None for a text encoder that stays whole, which is logged. Raises UnsupportedModel for such a denoiser.
     """
+    pages = FilePages() if device.type == "cpu" and plan.weights == "sharded" else None  # once, since it takes long
     for name, network in _divided(pipe).items():
         try:
-            yield network, ShardedWeights(network, store_for(plan, axis, device), resident=plan.resident, copy=copy)
+            store = store_for(plan, axis, device, pages)
+            yield network, ShardedWeights(network, store, resident=plan.resident, copy=copy)
         except UnsupportedModel as error:  # the same on all ranks
             if network not in text_encoders_of(pipe).values():
                 raise
@@ -110,11 +113,11 @@ def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
     return {name: each for name, each in networks_of(pipe).items() if name.startswith(ENCODER)}
 
 
-def store_for(plan: Plan, axis: Axis, device: torch.device) -> BlockStore:
-    """Return an empty store for a rank's part of a network."""
+def store_for(plan: Plan, axis: Axis, device: torch.device, pages: FilePages | None = None) -> BlockStore:
+    """Return an empty store for a rank's part of a network. `pages`: see `DeviceShards`."""
     if plan.weights == "hosted" and device.type == "meta":
         return NotedHost(axis, device)
-    return HostStore(axis, device) if plan.weights == "hosted" else DeviceShards(axis, device)
+    return HostStore(axis, device) if plan.weights == "hosted" else DeviceShards(axis, device, pages)
 
 
 def log_whole(name: str, axis: Axis, error: UnsupportedModel) -> None:

@@ -51,7 +51,7 @@ def refuse_elsewhere(denoiser: nn.Module, device: torch.device) -> None:
 
 
 def _hook_of(module: nn.Module) -> Any:
-    registry: Any = getattr(module, "_diffusers_hook", None)
+    registry: Any = vars(module).get("_diffusers_hook")
     return None if registry is None else registry.get_hook(HOOK)
 
 

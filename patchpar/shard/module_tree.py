@@ -17,7 +17,9 @@ def named_modules_of(network: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def modules_of(network: nn.Module) -> list[nn.Module]:
     """Return all that `network.modules()` yields."""
-    return [module for _, module in named_modules_of(network)]
+    found: dict[nn.Module, None] = {}
+    _add_module(network, found)
+    return list(found)
 
 
 def _add(module: nn.Module, path: str, known: set[nn.Module], found: list[tuple[str, nn.Module]]) -> None:
@@ -29,3 +31,12 @@ def _add(module: nn.Module, path: str, known: set[nn.Module], found: list[tuple[
     for name, part in module._modules.items():
         if part is not None:
             _add(part, f"{inside}{name}", known, found)
+
+
+def _add_module(module: nn.Module, found: dict[nn.Module, None]) -> None:
+    if module in found:
+        return
+    found[module] = None
+    for part in module._modules.values():
+        if part is not None:
+            _add_module(part, found)

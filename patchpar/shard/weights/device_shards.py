@@ -30,12 +30,13 @@ class DeviceShards(BlockStore):
     """Shards in the memory of the device, which are gathered from all ranks of the axis. Raises PlanError for one.
 
     On CPUs of one host the other ranks map them, and use in place what does not lie in several shards. A block whose
-    weights are in files that all these ranks have mapped stays there.
+    weights are in files that all these ranks have mapped stays there. `pages`: those files, if they have been listed
+    since the weights were loaded.
     """
 
     is_collective = True
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, device: torch.device, pages: FilePages | None = None) -> None:
         if axis.size == 1:
             raise PlanError(
                 "weights=sharded takes at least 2 ranks, but the plan has 1: use weights=hosted or weights=whole"
@@ -44,7 +45,7 @@ class DeviceShards(BlockStore):
         self._ends: list[int] = []  # of the shards in each rank's segment
         self._shards: list[Tensor] = []
         self._segment: HostSegment | None = None  # with all shards, on a CPU
-        self._pages: FilePages | None = None
+        self._pages = pages
         self._segments: Sequence[Tensor] | None = None  # of all ranks, if they can be mapped
         self._in_files: dict[int, Sequence[Tensor]] = {}  # the tensors of blocks that are not copied
         self._in_parts: dict[int, BlockInParts] = {}  # what other blocks are in memory that is mapped
@@ -59,12 +60,12 @@ class DeviceShards(BlockStore):
         self._blocks = blocks
         self._ends = list(accumulate(block.shard_bytes(self.axis.size) for block in blocks))
         if self.device.type == "cpu":
-            self._segment, self._pages = HostSegment(self._ends[-1] if blocks else 0), FilePages()
+            self._segment, self._pages = HostSegment(self._ends[-1] if blocks else 0), self._pages or FilePages()
 
     def keep(self, index: int, copy: CopyMemory) -> None:
         """See BlockStore: of a block in files only `join` knows whether it has to be copied."""
         self._shards.append(self._new_shard(index))
-        if self._pages is not None and self._blocks[index].is_in(self._pages):
+        if self._segment is not None and self._pages is not None and self._blocks[index].is_in(self._pages):
             self._in_files[index] = self._blocks[index].tensors_now()
         else:
             self._write(index, copy)

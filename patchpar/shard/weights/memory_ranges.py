@@ -7,11 +7,11 @@ from torch import Tensor
 APART = 2**48  # bytes between made-up addresses
 
 
-def overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield the indices of tensors of any shape whose memory overlaps, of all of them, in groups."""
+def overlapping(ranges: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Yield the indices of ranges of memory that overlap, of all of them, in groups."""
     group: list[int] = []
     end = 0
-    for (first, last), number in sorted((range_of(x), number) for number, x in enumerate(tensors)):
+    for (first, last), number in sorted(zip(ranges, range(len(ranges)), strict=True)):
         if group and first >= end:
             yield group
             group, end = [], 0
@@ -23,6 +23,8 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 def span_of(x: Tensor) -> int:
     """Return the number of elements from the first to the last of `x`, of any shape, in memory."""
+    if x.is_contiguous():
+        return x.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 

@@ -11,6 +11,7 @@ A quantised parameter is packed as the plain tensors in it (`__tensor_flatten__`
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,15 @@ from patchpar.comm.collectives import AxisComm
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.file_pages import FilePages
 from patchpar.shard.group_offload import is_offloaded
+from patchpar.shard.module_tree import modules_of
 from patchpar.shard.verification import is_alike
-from patchpar.shard.weights.left_whole import adapter_modules, blocks_outside_graphs, is_plain, opaque_weights
+from patchpar.shard.weights.left_whole import (
+    adapter_modules,
+    blocks_outside_graphs,
+    holds_others,
+    is_plain,
+    opaque_weights,
+)
 from patchpar.shard.weights.memory_ranges import overlapping, range_of, span_of
 from patchpar.shard.weights.offsets import offsets_in_parts, part_bytes
 
@@ -125,7 +133,7 @@ class PackedBlock:
 
     def is_replaced(self) -> bool:
         """Return whether one of the tensors is no longer that of a parameter or buffer of the block."""
-        found = {id(x) for module in self.module.modules() for x in _own_tensors(module)}
+        found = {id(x) for module in modules_of(self.module) for x in _own_tensors(module)}
         return any(id(each.tensor) not in found for each in self.tensors)
 
     def layout(self) -> str:
@@ -189,7 +197,7 @@ def _is_on(found: torch.device, devices: Sequence[torch.device]) -> bool:
 
 def _is_offloaded(network: nn.Module) -> bool:
     """Whether hooks of accelerate or diffusers move the weights between devices; they may be in host memory now."""
-    return any("_hf_hook" in vars(module) or is_offloaded(module) for module in network.modules())
+    return any("_hf_hook" in vars(module) or is_offloaded(module) for module in modules_of(network))
 
 
 def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
@@ -203,7 +211,7 @@ def blocks_of(network: nn.Module) -> dict[str, nn.Module]:
 def _outermost_lists(module: nn.Module, path: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.ModuleList]]:
     """Yield lists with what the paths of their items begin with. `seen`: modules that are not looked into."""
     if isinstance(module, nn.ModuleList):
-        seen.update(module.modules())
+        seen.update(modules_of(module))
         yield path, module
         return
     seen.add(module)
@@ -217,13 +225,13 @@ def _tensors_of(network: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[tu
     inside, adapters = set[nn.Module](), adapter_modules(network)
     for number, block in enumerate(blocks.values()):
         seen: set[int] = set()
-        for module in block.modules():
+        for module in modules_of(block):
             inside.add(module)
             for x in () if module in adapters else _own_tensors(module):
                 if id(x) not in seen:
                     seen.add(id(x))
                     yield number, x
-    for module in network.modules():
+    for module in modules_of(network):
         if module not in inside:
             yield from ((OUTSIDE, x) for x in _own_tensors(module))
 
@@ -236,8 +244,8 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def plain_tensors(x: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that hold the bytes of `x`, of any shape: itself, or those inside a tensor subclass."""
-    if hasattr(x, "__tensor_flatten__") and type(x) is not nn.Parameter:
-        names, _ = x.__tensor_flatten__()
+    if holds_others(x):
+        names, _ = cast(Any, x).__tensor_flatten__()
         for name in names:
             yield from plain_tensors(getattr(x, name))
     else:
@@ -245,23 +253,19 @@ def plain_tensors(x: Tensor) -> Iterator[Tensor]:
 
 
 def _packed(owners: list[tuple[int, Tensor]], blocks: dict[str, nn.Module], ranks: int) -> list[PackedBlock]:
-    left_out = set[int]()
-    for group in overlapping([x for _, x in owners]):
-        if len(group) == 1:
-            continue
-        ranges = {range_of(owners[number][1]) for number in group}
-        if len(ranges) > 1 or len({owners[number][0] for number in group}) > 1:
+    left_out, ranges = set[int](), [range_of(x) for _, x in owners]
+    for group in overlapping(ranges):
+        if len(group) > 1 and len({(owners[number][0], ranges[number]) for number in group}) > 1:
             left_out |= set(group)
-    by_block: dict[int, list[Tensor]] = defaultdict(list)
+    by_block: dict[int, dict[Tensor, tuple[int, int]]] = defaultdict(dict)
     for number, (owner, x) in enumerate(owners):
         if number not in left_out and owner != OUTSIDE:
-            by_block[owner].append(x)
+            by_block[owner][x] = ranges[number]
     names = list(blocks)
-    return [_pack(names[owner], blocks[names[owner]], tensors, ranks) for owner, tensors in sorted(by_block.items())]
+    return [_pack(names[owner], blocks[names[owner]], found, ranks) for owner, found in sorted(by_block.items())]
 
 
-def _pack(name: str, module: nn.Module, tensors: Sequence[Tensor], ranks: int) -> PackedBlock:
-    ranges = {x: range_of(x) for x in tensors}
+def _pack(name: str, module: nn.Module, ranges: dict[Tensor, tuple[int, int]], ranks: int) -> PackedBlock:
     sizes = {memory: memory[1] - memory[0] for memory in ranges.values()}  # of tied ones once
     offsets = dict(zip(sizes, offsets_in_parts([*sizes.values()], ranks), strict=True))
     packed = [
