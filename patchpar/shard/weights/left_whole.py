@@ -45,8 +45,8 @@ def opaque_weights(modules: Iterable[nn.Module]) -> str:
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None and not holds_others(x) and x.numel() and not is_plain(x):
                 found[f"{type(x).__name__} ({x.dtype}) in {kind}"] += 1
-        for _ in [x for x in vars(module).values() if isinstance(x, torch.ScriptObject)]:
-            found[f"ScriptObject in {kind}"] += 1
+        if count := [*map(type, vars(module).values())].count(torch.ScriptObject):
+            found[f"ScriptObject in {kind}"] += count
     return ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
 
 
