@@ -87,7 +87,7 @@ class PlacedTapes:
         if source == SourcesOfRank(rank, rank):
             return self._whole(rank)
         size = len(self._ranks.sources)
-        in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(plan.world_size)}
+        in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(size)}
         in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
         steps, decode = self._parts(source.steps), self._parts(source.decode)
         to_root = decode.to_root if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
@@ -178,7 +178,8 @@ def _between(plan: Plan, patch: Axis) -> int:
 
 
 def _mesh(plan: Plan, rank: int) -> Mesh:
-    return Mesh(rank, range(plan.world_size), **plan.degrees())
+    """Return the mesh of a rank of the first image, without those of other images: there may be a thousand."""
+    return Mesh(rank, range(plan.world_size // plan.data), **{**plan.degrees(), "data": 1})
 
 
 def _is_pending(entry: TapeEntry) -> bool:
