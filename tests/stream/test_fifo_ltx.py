@@ -20,7 +20,7 @@ from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Prompt
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.network import LtxFrames
+from patchpar.stream.fifo.network import LtxFrames, encoded_prompts
 from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
@@ -73,7 +73,7 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
         return_dict=False,
     )[0]
     network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
-    cut, nothing = LtxFrames.encode(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
+    cut, nothing = encoded_prompts(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
     assert cut.shape[1] == int(mask.sum()) < text.shape[1]
     assert nothing is None
     found = network.predict(x, [0.6] * 4, cut)
@@ -112,7 +112,7 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
         outcome.append((finished.latents[0], finished.frames))
 
     with BUILDING:
-        text, negative = LtxFrames.encode(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
+        text, negative = encoded_prompts(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
         size = {"rows": SIDE, "columns": SIDE, "first_block": 0}
         run = StreamRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))

@@ -10,7 +10,7 @@ import torch
 from patchpar.comm.device_links import DeviceLinks
 from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
+from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames, encoded_prompts
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
@@ -24,7 +24,6 @@ class FifoRunner(StageRunner):
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         family: type[FrameNetwork] = LtxFrames if transformer_class(folder) == LTX else WanFrames
-        self._family = family
         denoises, rank = bool(stage.steps), self._context.rank
         parts = (HIGH_NOISE,) if denoises else ()
         needs = RequiredWeights(text=rank == 0, vae=rank == self._plan.decoder, transformers=parts)
@@ -48,7 +47,7 @@ class FifoRunner(StageRunner):
     def _resolve(self, update: Update) -> Change:
         """Encode a prompt, and the negative prompt with guidance."""
         assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
-        text, negative = self._family.encode(
+        text, negative = encoded_prompts(
             self._pipe,
             update.text,
             self._running.negative if self._running.guidance_scale > 1 else None,
