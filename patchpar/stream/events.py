@@ -122,10 +122,6 @@ class StepConditions:
             moved["blending"] = replace(blend, start=move(blend.start), end=move(blend.end))
         return replace(self, **moved)
 
-    def on_host(self) -> "StepConditions":
-        """Return the same with tensors in host memory."""
-        return self.each(to_host)
-
 
 def pack(plain: Any) -> Tensor:
     """Serialize changes, and other plain objects, to bytes [N] in uint8, for one message."""
