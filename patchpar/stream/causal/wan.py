@@ -43,16 +43,10 @@ class StepState:
     recent: deque[tuple[int, Payload]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowNoiseTransformer:
-    """The transformer for denoising steps from `start` on, as Wan 2.2 has one for low noise levels."""
-
-    network: CausalWan
-    start: int
-
-
 class WanStream:
     """A model for `run`, with the conditions `first` at its beginning. It has a state for each denoising step.
+
+    `low_noise`: a step, and the network for it and those after it, as Wan 2.2 has one for low noise levels.
 
     Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose). No tokens without audio, and
     no pose where a stream has none.
@@ -67,7 +61,7 @@ class WanStream:
         decoder: WanDecoder | None,
         run: StreamRun,
         first: StepConditions,
-        low_noise: LowNoiseTransformer | None = None,
+        low_noise: tuple[int, CausalWan] | None = None,
     ) -> None:
         self._network, self._schedule, self._decoder, self._run = network, schedule, decoder, run
         self._first, self._low_noise = first, low_noise
@@ -124,8 +118,8 @@ class WanStream:
         return state
 
     def _of(self, step: int) -> CausalWan:
-        low = self._low_noise
-        return self._network if low is None or step < low.start else low.network
+        start, low = self._low_noise or (0, self._network)
+        return low if step >= start else self._network
 
     @torch.no_grad()
     def begin(self, block: int, inputs: Payload) -> Payload:
