@@ -114,6 +114,19 @@ class StepConditions:
     masks: Tensor | None = None
     audio_scale: float = 1.0
 
+    def prompted(self, text: Tensor, change: Prompt) -> "StepConditions":
+        """Return the same with another text [1, T, D] for `change`, at once or in a blend. Raises PlanError."""
+        if change.transition == "blend":
+            return replace(self, blending=PromptBlend(start=self.text, end=text, over=change.over))
+        return replace(self, text=text, blending=None)
+
+    def advanced(self) -> "StepConditions":
+        """Return the same one block later, where the text is being blended."""
+        if self.blending is None:
+            return self
+        blend = self.blending.advanced()
+        return replace(self, text=blend.text, blending=None if blend.is_done else blend)
+
     def each(self, move: Callable[[Tensor], Tensor]) -> "StepConditions":
         """Return the same with `move` of every tensor."""
         blend, known = self.blending, {field.name: getattr(self, field.name) for field in fields(self)}

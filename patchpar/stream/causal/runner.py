@@ -26,7 +26,7 @@ from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import CausalOptions
-from patchpar.stream.events import Change, Prompt, Reference, StepConditions
+from patchpar.stream.events import Change, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
@@ -131,13 +131,7 @@ class StreamRunner(StageRunner):
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
         if isinstance(update, PromptUpdate):
-            text, _ = self._pipe.encode_prompt(
-                update.text,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self._config.text_tokens,
-                device=self._device,
-            )
-            return Prompt(text=text, transition=update.transition, over=update.over)
+            return self._encoded(update)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
             image = from_pixels(to_device(update.image[None], self._device))

@@ -24,7 +24,7 @@ from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
-from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
+from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.stage_link import Payload
@@ -170,13 +170,8 @@ class WanStream:
             state.now = replace(state.now, audio_scale=change.value)
 
     def _change_text(self, state: StepState, change: Prompt) -> None:
-        text = self._own(change.text)
-        if change.transition == "blend":
-            blend = PromptBlend(start=state.now.text, end=text, over=change.over)
-            state.now = replace(state.now, blending=blend)
-            return
-        state.now = replace(state.now, text=text, blending=None)
-        if change.transition == "switch":
+        state.now = state.now.prompted(self._own(change.text), change)
+        if change.transition in ("switch", "blend"):
             return
         dropped = state.memory.forget(keep_sinks=change.transition == "recache")
         self._fill_sink(state)
@@ -188,16 +183,10 @@ class WanStream:
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
         """Run one denoising step of one block. Changes `state` and nothing else."""
-        self._blend(state)
+        state.now = state.now.advanced()
         velocity = self._predicted(state, block, payload, self._schedule.timestep(state.step))
         state.recent.append((block, payload))
         return self._schedule.advance(state.step, payload[0], velocity, self._noise(block, state.step)), *payload[1:]
-
-    def _blend(self, state: StepState) -> None:
-        """Advance from one prompt to the next, where the text is being blended."""
-        if state.now.blending is not None:
-            blend = state.now.blending.advanced()
-            state.now = replace(state.now, text=blend.text, blending=None if blend.is_done else blend)
 
     def _noise(self, block: int, step: int) -> Tensor | None:
         if not self._schedule.needs_noise(step):

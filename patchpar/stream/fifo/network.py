@@ -156,7 +156,7 @@ class LtxFrames(FrameNetwork):
             hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
             encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
             timestep=_timesteps(sigmas, rows * columns, x_BCFHW.device),
-            encoder_attention_mask=None,  # `encoded_prompts` removes padding
+            encoder_attention_mask=None,  # see `encoded_prompts`, which removes padding
             num_frames=frames,
             height=rows,
             width=columns,
@@ -164,21 +164,6 @@ class LtxFrames(FrameNetwork):
             return_dict=False,
         )[0]
         return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
-
-
-def encoded_prompts(pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.
-
-    `options`: of the pipeline's own `encode_prompt`. Padding that LTX-Video masks is cut off: T differs between texts.
-    """
-    found = pipe.encode_prompt(
-        text, negative_prompt=negative, do_classifier_free_guidance=negative is not None, **options
-    )
-    if isinstance(pipe, WanPipeline):
-        text_BTD, negative_BTD = found
-        return text_BTD, negative_BTD
-    text_BTD, mask_BT, negative_BTD, negative_mask_BT = found
-    return text_BTD[:, mask_BT[0].bool()], None if negative is None else negative_BTD[:, negative_mask_BT[0].bool()]
 
 
 def _timesteps(sigmas: Sequence[float], tokens: int, device: torch.device) -> Tensor:

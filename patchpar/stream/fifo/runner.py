@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from patchpar.comm.device_links import DeviceLinks
 from patchpar.stream.causal.checkpoint import RequiredWeights
-from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames, encoded_prompts
+from patchpar.stream.events import Change
+from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
@@ -43,15 +41,6 @@ class FifoRunner(StageRunner):
         model = FifoModel(self._network, self._decoder, self._config.queue, run)
         return FifoStage(model, self._plan, self._context.rank, self._comm, self._stage_io(run)).run()
 
-    @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
-        """Encode a prompt, and the negative prompt with guidance."""
         assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
-        text, negative = encoded_prompts(
-            self._pipe,
-            update.text,
-            self._running.negative if self._running.guidance_scale > 1 else None,
-            max_sequence_length=self._config.text_tokens,
-            device=self._device,
-        )
-        return Prompt(text=text, transition=update.transition, over=update.over, negative=negative)
+        return self._encoded(update, self._running.negative if self._running.guidance_scale > 1 else None)
