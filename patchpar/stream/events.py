@@ -89,19 +89,6 @@ class PromptBlend:
                 "'switch', or pad both to one length"
             )
 
-    @property
-    def is_done(self) -> bool:
-        return self.done == self.over
-
-    @property
-    def text(self) -> Tensor:
-        """The embeddings of the last of these blocks, [1, T, D]."""
-        return torch.lerp(self.start, self.end, self.done / self.over)
-
-    def advanced(self) -> "PromptBlend":
-        """Return it one block later."""
-        return replace(self, done=self.done + 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
@@ -124,8 +111,9 @@ class StepConditions:
         """Return the same one block later, where the text is being blended."""
         if self.blending is None:
             return self
-        blend = self.blending.advanced()
-        return replace(self, text=blend.text, blending=None if blend.is_done else blend)
+        blend = replace(self.blending, done=self.blending.done + 1)
+        text = torch.lerp(blend.start, blend.end, blend.done / blend.over)
+        return replace(self, text=text, blending=None if blend.done == blend.over else blend)
 
     def each(self, move: Callable[[Tensor], Tensor]) -> "StepConditions":
         """Return the same with `move` of every tensor."""

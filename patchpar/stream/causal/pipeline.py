@@ -140,7 +140,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
             recording.check_fits((run.rows, run.columns), audio_shape)
             source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
-            runs, once = recording.runs(self.plan.ranks), replace(delivery, restarts=0)
+            runs, once = recording.runs(run), replace(delivery, restarts=0)
             credit = self.plan.depth + delivery.lead
             session = StreamSession(workers.run, runs, form, once, source, credit=credit, blocks=len(blocks))
             self._session = session.begin(changes=recording.updates())

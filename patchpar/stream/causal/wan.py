@@ -191,7 +191,7 @@ class WanStream:
     def _noise(self, block: int, step: int) -> Tensor | None:
         if not self._schedule.needs_noise(step):
             return None
-        return to_device(keyed_noise(self._run.seed, block, step + 1, self._latents.shape), self._device)
+        return keyed_noise(self._run.seed, block, step + 1, self._latents.shape, self._device)
 
     def _recompute(self, state: StepState, block: int, payload: Payload) -> None:
         """Store the keys and values of a block in `state.recent` again."""

@@ -45,13 +45,13 @@ class FifoModel:
 
     def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
-        noise = keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape)
-        return (to_device(noise, self._network.device),)
+        return (keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape, self._network.device),)
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
         assert isinstance(change, Prompt), "a FifoSession changes nothing else"
-        given = (change.text, change.negative)  # in host memory, on ranks that get them by message
+        given = [change.text, change.negative if self._run.guidance_scale > 1 else None]
+        # On ranks that get them by message they are in host memory.
         texts = [to_device(text, self._network.device) for text in given if text is not None]
         known = self._texts or [StepConditions(text=text) for text in texts]
         self._texts = tuple(now.prompted(text, change) for now, text in zip(known, texts, strict=True))

@@ -57,11 +57,15 @@ class FramePlayer:
             now = time.monotonic()
             if now > due + self._period:
                 due = now  # a late frame delays all later ones
-            with self._changed:
-                if self._changed.wait_for(lambda: self._drops, max(0.0, due - time.monotonic())):
-                    return
+            if not self._sleep_until(due):
+                return
             self._put(frame)
             due += self._period
+
+    def _sleep_until(self, due: float) -> bool:
+        """Wait until a frame is due; False if it is dropped at the end."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._drops, max(0.0, due - time.monotonic()))
 
     def _next(self) -> Tensor | None:
         with self._changed:
