@@ -110,7 +110,7 @@ class WorkerGroup:
                 self._do_without(self._at_fault)
             try:
                 return self._ranks.call(
-                    "run", run, on_event=receive, on_start=lambda send: on_start(partial(self._tell, send))
+                    "run", run, on_event=receive, on_start=lambda send: on_start(partial(self._send_within_plan, send))
                 )
             except LOST as error:
                 self._deaths += 1
@@ -120,7 +120,7 @@ class WorkerGroup:
                 if not self._do_without(rank_at_fault(error)):
                     raise
 
-    def _tell(self, send: SendToRank, rank: int, value: Any) -> None:
+    def _send_within_plan(self, send: SendToRank, rank: int, value: Any) -> None:
         """Send a message to a rank; to those beyond the plan, which may have become smaller, none."""
         if rank < self.plan.ranks:
             send(rank, value)
