@@ -23,10 +23,8 @@ from patchpar.errors import UnsupportedModel
 
 TIME = 2
 """The dimension of frames in [B, C, F, H, W]."""
-
-
 Frames = Iterator[Tensor | None]
-"""A video piece by piece [B, C, F, H, W]; None for a piece of no frame. For each that a layer takes, it gives one."""
+"""A video piece by piece [B, C, F, H, W]; None: no frame. A layer gives one piece for each, and at last the rest."""
 
 
 def each_frame(function: Callable[[Tensor], Tensor], frames: Frames) -> Frames:
