@@ -82,7 +82,7 @@ class Bench(ImageRunner):
         torch.set_num_threads(1)
         ended = list[Ended]()
         for number in range(rank, case.images, ranks):
-            image = self.generate(ImageRequest(number=number, arguments=case.arguments(), seed=number))
+            image = self._generated(ImageRequest(number=number, arguments=case.arguments(), seed=number))
             ended.append(Ended(number=number, moment=time.time(), image=np.asarray(image)))
             self._context.beat("image")
         return ended

@@ -167,3 +167,11 @@ class ImageRequest:
     number: int
     arguments: Mapping[str, Any]
     seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedImage:
+    """A finished image: the first of those that the pipeline returned."""
+
+    number: int
+    image: Any

@@ -18,7 +18,7 @@ class Ranks:
     def __init__(self) -> None:
         self.ended = threading.Event()
 
-    def generate(self, *_: object) -> None:
+    def run(self, **_: object) -> None:
         assert self.ended.wait(60)
         raise LaunchError("this executor was closed during the call")
 
@@ -44,8 +44,7 @@ def test_a_stream_in_the_middle_of_a_step_ends_with_its_ranks(monkeypatch: pytes
     monkeypatch.setattr(held, "SOON", 0.05)
     ranks = Ranks()
     pipe = HeldRanks[Ranks, ImageSession](ranks)
-    pipe._session = ImageSession(ranks.generate, ImageStreamOptions(ranks=1, seed=0), {})
-    pipe._session.push()
+    pipe._session = ImageSession(ranks.run, ImageStreamOptions(ranks=1, seed=0), {})
     pipe.close()
     assert ranks.ended.is_set()
     assert pipe._session.is_free_within(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from patchpar.stream.images import pipeline as image_pipeline
 from patchpar.stream.images import session as image_session
 from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.images.session import ImageStreamOptions
-from patchpar.stream.messages import ImageRequest
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_images import quiet, same
 from tests.stream.test_session import refused_to_a_child
@@ -27,24 +29,28 @@ ARGUMENTS = {"num_inference_steps": 4, "strength": 1.0, "output_type": "np", "gu
 
 
 class Ranks:
-    """Pretend to generate; every image is its arguments. They generate while `go` is set."""
+    """Pretend to draw; every image is its arguments. They draw while `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
         self.orders: list[ImageRequest] = []
-        self.used = set[int]()
+        self.stops: list[int] = []
 
-    def generate(self, rank: int, request: ImageRequest) -> Any:
-        self.orders.append(request)
-        self.used.add(rank)
-        assert self.go.wait(10)
-        return dict(request.arguments)
+    def run(self, rank: int, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda _, word: heard.put(word))
+        while not isinstance(word := heard.get(timeout=10), EndStream):
+            self.orders.append(word)
+            assert self.go.wait(10)
+            on_event(rank, GeneratedImage(number=word.number, image=dict(word.arguments)))
+        self.stops.append(rank)
+        return []
 
 
 def session(ranks: Ranks, **manner: Any) -> ImageSession:
     """Three images at most are under way."""
-    return ImageSession(ranks.generate, ImageStreamOptions(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
+    return ImageSession(ranks.run, ImageStreamOptions(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
 
 
 def test_all_come_out_in_order() -> None:
@@ -52,7 +58,7 @@ def test_all_come_out_in_order() -> None:
     with session(ranks) as stream:
         results = list(stream.map({"image": n} for n in range(20)))
     assert [(result.number, result.image["image"]) for result in results] == [(n, n) for n in range(20)]
-    assert ranks.used == {0, 1}
+    assert sorted(ranks.stops) == [0, 1]
     assert {order.seed for order in ranks.orders} == {1}
 
 
@@ -62,18 +68,21 @@ def test_a_forked_child_is_told_and_does_not_wait() -> None:
 
 
 def test_images_that_end_on_several_ranks_come_out_in_order() -> None:
-    """The first rank ends its first image after the other one has."""
-    ended = threading.Event()
+    """The first rank ends its first image after the other one has ended all that it may begin."""
+    ended = threading.Semaphore(0)
 
     class Late(Ranks):
-        def generate(self, rank: int, request: ImageRequest) -> Any:
-            if request.number == 0:
-                assert ended.wait(10)
-            if request.number == 1:
-                ended.set()
-            return super().generate(rank, request)
+        def run(self, rank: int, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+            def event(who: int, word: Any) -> None:
+                if rank == 0 and word.number == 0:
+                    assert ended.acquire(timeout=10)
+                on_event(who, word)
+                ended.release()
 
-    with ImageSession(Late().generate, ImageStreamOptions(ranks=2, seed=1), {}) as stream:
+            time.sleep(0.1)  # the first image is pushed before any rank can take it
+            return super().run(rank, event, on_start)
+
+    with ImageSession(Late().run, ImageStreamOptions(ranks=2, seed=1), {}) as stream:
         assert [result.number for result in stream.map([{}] * 6)] == list(range(6))
 
 
@@ -113,6 +122,8 @@ def test_only_the_latest_frame_waits() -> None:
     ranks = Ranks()
     ranks.go.clear()
     with session(ranks, intake="latest") as stream:
+        while len(stream._sends) < 2:
+            pass
         for number in range(10):
             stream.push_frame(number)
         ranks.go.set()

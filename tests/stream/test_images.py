@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,7 @@ from patchpar.errors import PlanError, WorkerDied, WorkerError
 from patchpar.stream.images.pipeline import ImageSession, ImageStreamingPipeline
 from patchpar.stream.images.runner import ImageRunner
 from patchpar.stream.images.session import ImageStreamOptions
-from patchpar.stream.messages import ImageRequest
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from tests.tiny import image_pipelines
 
 OPTIONS = {"safety_checker": None, "feature_extractor": None}
@@ -44,36 +46,41 @@ class Dying:
     def __init__(self, dies: set[tuple[int, int]]) -> None:
         self.dies = dies
         self.made: list[tuple[int, int]] = []  # (rank, image)
+        self.begun: Counter[int] = Counter()
         self.asked: Counter[int] = Counter()
-        self.turns: dict[int, threading.Lock] = defaultdict(threading.Lock)  # calls of a rank come one after another
 
-    def generate(self, rank: int, request: ImageRequest) -> int:
-        with self.turns[rank]:
+    def run(self, rank: int, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        self.begun[rank] += 1
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda _, word: heard.put(word))
+        while isinstance(word := heard.get(timeout=10), ImageRequest):
             time.sleep(0.02)
             self.asked[rank] += 1
             if (rank, self.asked[rank]) in self.dies:
                 raise WorkerDied(f"rank {rank} was killed", rank=rank)
-            self.made.append((rank, request.number))
-            return request.number
+            self.made.append((rank, word.number))
+            on_event(rank, GeneratedImage(number=word.number, image=word.number))
+        assert isinstance(word, EndStream)
+        return []
 
 
 def streamed(ranks: Dying, count: int = 3, images: int = 9, **options: Any) -> list[int]:
     chosen = ImageStreamOptions(ranks=count, seed=1, **options)
-    with ImageSession(ranks.generate, chosen, {}) as stream:
+    with ImageSession(ranks.run, chosen, {}) as stream:
         return [result.image for result in stream.map([{}] * images)]
 
 
 def test_a_killed_rank_is_started_anew_and_no_image_is_lost() -> None:
     ranks = Dying({(1, 1), (0, 2)})
     assert streamed(ranks) == list(range(9))
-    assert {rank for rank, _ in ranks.made} == {0, 1, 2}
+    assert ranks.begun == {0: 2, 1: 2, 2: 1}
     assert sorted(image for _, image in ranks.made) == list(range(9)), "each once"
 
 
 def test_a_rank_that_dies_again_and_again_is_left_out() -> None:
     ranks = Dying({(1, 1), (1, 2)})
     assert streamed(ranks) == list(range(9))
-    assert ranks.asked[1] == 2
+    assert ranks.begun[1] == 2
     assert {rank for rank, _ in ranks.made} == {0, 2}
 
 
@@ -89,35 +96,37 @@ def test_what_a_pipeline_raises_ends_the_stream_at_once() -> None:
     """No other rank is to raise it too, and none is taken for a broken one."""
     ranks = Dying(set())
 
-    def raises(rank: int, request: ImageRequest) -> int:
-        ranks.asked[rank] += 1
-        raise WorkerError(f"rank {rank} raised RuntimeError: sizes differ", rank=rank)
+    def raises(rank: int, on_event: Any, on_start: Any) -> list[Any]:
+        ranks.begun[rank] += 1
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda _, word: heard.put(word))
+        if isinstance(heard.get(timeout=10), ImageRequest):
+            raise WorkerError(f"rank {rank} raised RuntimeError: sizes differ", rank=rank)
+        return []
 
-    ranks.generate = raises  # type: ignore[method-assign]
+    ranks.run = raises  # type: ignore[method-assign]
     with pytest.raises(WorkerError, match="raised RuntimeError: sizes differ"):
         streamed(ranks, images=1)
-    assert ranks.asked == {0: 1}
+    assert ranks.begun == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_slow_rank_gets_fewer_images() -> None:
     """Two at a time at most wait for it, and the others go on."""
-    ranks = Dying(set())
-    generate, waiting, most = ranks.generate, Counter[int](), Counter[int]()
+    ranks, slow = Dying(set()), threading.Event()
+    run = ranks.run
 
-    def generate_slowly(rank: int, request: ImageRequest) -> int:
-        waiting[rank] += 1
-        most[rank] = max(most[rank], waiting[rank])
-        if rank == 0:
-            time.sleep(0.3)
-        image = generate(rank, request)
-        waiting[rank] -= 1
-        return image
+    def run_slowly(rank: int, on_event: Any, on_start: Any) -> list[Any]:
+        def event(who: int, word: Any) -> None:
+            if rank == 0:
+                slow.wait(0.3)
+            on_event(who, word)
 
-    ranks.generate = generate_slowly  # type: ignore[method-assign]
+        return run(rank, event, on_start)
+
+    ranks.run = run_slowly  # type: ignore[method-assign]
     assert streamed(ranks, count=2, images=12, lead=9) == list(range(12))
     counts = Counter(rank for rank, _ in ranks.made)
     assert counts[0] < counts[1]
-    assert most == {0: 2, 1: 2}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +166,7 @@ def test_a_strength_that_leaves_no_step_is_refused_by_name() -> None:
     runner._pipe = quiet(pipe)
     few = {**arguments, "num_inference_steps": 2, "strength": 0.3}
     with pytest.raises(PlanError, match=r"strength=0\.3, num_inference_steps=2: no denoising step is left to make"):
-        runner.generate(ImageRequest(number=0, arguments=few, seed=0))
+        runner._generated(ImageRequest(number=0, arguments=few, seed=0))
 
 
 @pytest.mark.breadth
@@ -168,8 +177,17 @@ def test_an_image_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = AutoencoderKL.encode
     monkeypatch.setattr(AutoencoderKL, "encode", lambda *a, **k: (calls.update(["vae"]), encode(*a, **k))[1])
     pipe.text_encoder.register_forward_pre_hook(lambda *_: calls.update(["text"]))
-    runner = ImageRunner(SimpleNamespace(rank=0, world_size=1, device="cpu", beat=lambda where: None))  # type: ignore[arg-type]
+    words: list[Any] = [
+        ImageRequest(number=n, arguments={**arguments, "guidance_scale": 1.0}, seed=n) for n in range(4)
+    ]
+
+    class Context:
+        rank, world_size, device, deadline = 0, 1, "cpu", 30.0
+        beat = staticmethod(lambda where: None)
+        emit = staticmethod(lambda event: calls.update(["image"]))
+        receive = staticmethod(lambda timeout: words.pop(0) if words else EndStream())
+
+    runner = ImageRunner(Context())  # type: ignore[arg-type]
     runner._pipe = quiet(pipe)
-    for number in range(4):
-        runner.generate(ImageRequest(number=number, arguments={**arguments, "guidance_scale": 1.0}, seed=number))
-    assert calls == {"vae": 4, "text": 4}
+    assert runner.run() == 4
+    assert calls == {"vae": 4, "text": 4, "image": 4}

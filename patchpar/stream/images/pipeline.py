@@ -62,7 +62,7 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
                 ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead, restarts=restarts
             )
             self._session = ImageSession(
-                lambda rank, request: executor.call("generate", request, ranks=(rank,))[0], options, arguments
+                lambda rank, **calls: executor.call("run", ranks=(rank,), **calls), options, arguments
             )
             return self._session
 

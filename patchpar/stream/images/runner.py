@@ -10,8 +10,11 @@ from patchpar.models.empty_schedule import empty_schedules_refused
 from patchpar.models.info import denoisers_of
 from patchpar.models.loading import for_task, load_pipeline, with_dtype
 from patchpar.shard.hooks import HookSet
-from patchpar.stream.messages import ImageRequest
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 from patchpar.stream.rank_runner import RankRunner
+
+REST_SECONDS = 5.0
+"""Seconds between heartbeats of a rank that waits for requests."""
 
 
 class ImageRunner(RankRunner):
@@ -25,10 +28,22 @@ class ImageRunner(RankRunner):
         self._pipe.set_progress_bar_config(disable=True)
         return type(self._pipe).__name__
 
-    def generate(self, request: ImageRequest) -> Any:
-        """Return the image of a request, the first one that the pipeline returns. Raises the pipeline's errors."""
-        generator = torch.Generator().manual_seed(request.seed)
-        with HookSet() as hooks, empty_schedules_refused(self._pipe, request.arguments):
+    def run(self) -> int:
+        """Generate images until the session sends EndStream; returns how many. Raises the errors of the pipeline."""
+        context, generated = self._context, 0
+        with HookSet() as hooks:
             for denoiser in denoisers_of(self._pipe).values():
-                hooks.before(denoiser, lambda *_: self._context.beat("denoiser"))
+                hooks.before(denoiser, lambda *_: context.beat("denoiser"))
+            while True:
+                message = context.receive(min(REST_SECONDS, context.deadline / 4))
+                context.beat("stream")
+                if isinstance(message, EndStream):
+                    return generated
+                if isinstance(message, ImageRequest):
+                    context.emit(GeneratedImage(number=message.number, image=self._generated(message)))
+                    generated += 1
+
+    def _generated(self, request: ImageRequest) -> Any:
+        generator = torch.Generator().manual_seed(request.seed)
+        with empty_schedules_refused(self._pipe, request.arguments):
             return self._pipe(**request.arguments, generator=generator).images[0]

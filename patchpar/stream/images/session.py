@@ -3,7 +3,7 @@
 push ---> [ waiting requests ] ---> the rank with the least to do, as soon as there is credit
 deliver  <--- [ reordering ] <--- ranks
 
-Each image is a call of one rank. If that dies, its requests go to others, or to it when it has been started anew.
+Each rank runs in a call of its own. If one dies, its requests go to others, or to it when it has been started anew.
 """
 
 import logging
@@ -12,19 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, get_args
 
 from patchpar.errors import LaunchError, PlanError
+from patchpar.launch.executor import SendToRank
 from patchpar.plan.scalars import is_whole, make_plain
 from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Output, check_output
-from patchpar.stream.messages import ImageRequest
+from patchpar.stream.messages import EndStream, GeneratedImage, ImageRequest
 
 Intake = Literal["all", "latest"]
 PUSH_SECONDS = 60.0
 QUEUED = 2
-"""Calls of a rank: the one that it works on, and the next, which waits for it."""
+"""Requests at a rank: one that it works on, and the next."""
 PATIENCE = 2
 """Deaths of a rank without an image between them, after which it is left out."""
 log = logging.getLogger(__name__)
@@ -68,19 +70,17 @@ class ImageStreamOptions:
 class ImageSession(BaseSession[ImageResult, int]):
     """One stream of images. A context manager and an iterator, plain and async. Controls return an image's number.
 
-    `generate(rank, request)` returns the image of a request. `arguments`: of the pipeline, for every image.
+    `run(rank, on_event=, on_start=)` runs a rank. `arguments`: of the pipeline, for every image.
     """
 
-    def __init__(
-        self, generate: Callable[[int, ImageRequest], Any], options: ImageStreamOptions, arguments: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: Callable[..., Any], options: ImageStreamOptions, arguments: Mapping[str, Any]) -> None:
         super().__init__(options.ranks + options.lead, options.output, options.lead, options.restarts)
-        self._generate, self._options, self._arguments = generate, options, dict(arguments)
+        self._run, self._options, self._arguments = run, options, dict(arguments)
         self._waiting: deque[ImageRequest] = deque()
         self._pushed: dict[int, float] = {}  # when, by number in the order of delivery
         self._generated: dict[int, Any] = {}  # images that wait for an earlier one
-        self._calls: dict[int, int] = dict.fromkeys(range(options.ranks), 0)  # that each rank still has to make
-        self._ranks = set(self._calls)  # without those that are left out
+        self._sends: dict[int, Callable[[Any], None]] = {}  # of the ranks that take requests
+        self._todo: dict[int, dict[int, ImageRequest]] = {rank: {} for rank in range(options.ranks)}
         self._left_over: deque[ImageRequest] = deque()  # of ranks that have died
         self._deaths: dict[int, int] = dict.fromkeys(range(options.ranks), 0)  # since their last image
         self._failure: Exception | None = None
@@ -167,79 +167,102 @@ class ImageSession(BaseSession[ImageResult, int]):
     # --- ranks ------------------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
+        ranks = [threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in self._todo]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping and not self._has_work)
             self._end(self._failure)
 
-    @property
-    def _has_work(self) -> bool:
-        return bool(self._waiting or self._left_over or any(self._calls.values()))
+    def _serve(self, rank: int) -> None:
+        """Run one rank, in a thread of its own, until the stream ends or the rank is given up."""
+        goes_on = True
+        while goes_on:
+            error: Exception | None = None
+            try:
+                self._run(rank, on_event=self._on_event, on_start=partial(self._on_rank, rank))
+            except Exception as raised:  # noqa: BLE001  the consumer gets it
+                error = raised
+            with self._changed:
+                self._sends.pop(rank, None)
+                goes_on = error is not None and self._goes_on(rank, error)
+                self._order()
+                self._changed.notify_all()
 
-    def _serve(self, rank: int, request: ImageRequest) -> None:
-        """Generate an image on a rank, in a thread of its own."""
-        image, error = None, None
-        try:
-            image = self._generate(rank, request)
-        except Exception as raised:  # noqa: BLE001  the consumer gets it
-            error = raised
-        with self._changed:
-            self._calls[rank] -= 1
-            if self.status != "cancelled" and self._failure is None:
-                if error is None:
-                    self._note_image(rank, request.number, image)
-                else:
-                    self._note_failure(rank, request, error)
-            self._order()
-            self._changed.notify_all()
-
-    def _note_image(self, rank: int, number: int, image: Any) -> None:
-        """Deliver an image, and those that have waited for it."""
-        self._deaths[rank] = 0
-        self._note_recovery()
-        self._generated[number] = image
-        for each in [*takewhile(self._generated.__contains__, self._pushed)]:
-            latency = time.perf_counter() - self._pushed.pop(each)
-            self._put(ImageResult(number=each, image=self._generated.pop(each), latency=latency))
-
-    def _note_failure(self, rank: int, request: ImageRequest, error: Exception) -> None:
-        """Give a request back. Its rank is started anew by its next call, unless it is left out; or the stream ends."""
-        self._left_over.append(request)
+    def _goes_on(self, rank: int, error: Exception) -> bool:
+        """Give the requests of a rank that has ended back; return whether it is started anew."""
+        if self.status == "cancelled" or self._failure is not None:
+            return False
+        self._left_over.extendleft(reversed(self._todo.pop(rank).values()))
         self._deaths[rank] += 1
         is_given_up = self._deaths[rank] >= PATIENCE or not isinstance(error, LOST)
-        if is_given_up and isinstance(error, (*LOST, LaunchError)) and self._ranks - {rank}:
-            if rank in self._ranks:
-                left = len(self._ranks) - 1
-                log.warning("rank %d of this stream has failed; it continues with %d ranks: %s", rank, left, error)
-            self._ranks.discard(rank)
-        elif is_given_up or not self._take_restart():
+        if isinstance(error, (*LOST, LaunchError)) and is_given_up and self._todo:
+            log.warning(
+                "rank %d of this stream has failed; it continues with %d ranks: %s", rank, len(self._todo), error
+            )
+            return False
+        if is_given_up or not self._take_restart():
             self._failure = error
             self._order_cancel()
-        else:
-            self.status = "degraded"
+            return False
+        self._todo[rank], self.status = {}, "degraded"
+        return True
+
+    def _on_rank(self, rank: int, send: SendToRank) -> None:
+        """A rank runs and can receive messages."""
+        with self._changed:
+            self._sends[rank] = partial(send, rank)
+            if self.status == "cancelled" or self._failure is not None:
+                self._end_ranks()
+            else:
+                self._order()
+
+    def _on_event(self, rank: int, event: Any) -> None:
+        with self._changed:
+            if isinstance(event, GeneratedImage) and self.status != "cancelled":
+                self._todo[rank].pop(event.number)
+                self._deaths[rank] = 0
+                self._note_recovery()
+                self._generated[event.number] = event.image
+                for number in [*takewhile(self._generated.__contains__, self._pushed)]:
+                    image, latency = self._generated.pop(number), time.perf_counter() - self._pushed.pop(number)
+                    self._put(ImageResult(number=number, image=image, latency=latency))
+                self._order()
+                self._changed.notify_all()
 
     def _upcoming(self) -> int:
         return self._waiting[0].number if self._waiting else self._number
 
     def _order(self) -> None:
-        """Request images as far as there is credit."""
+        """Request images as far as there is credit, and end the ranks when there are no more."""
         while self._left_over and (rank := self._free_rank()) is not None:
             self._request(rank, self._left_over.popleft())
         may_begin = not self._is_paused or self._is_stopping
         while may_begin and self._waiting and (rank := self._free_rank()) is not None and self._take_credit():
             self._request(rank, self._waiting.popleft())
-        self._changed.notify_all()
+            self._changed.notify_all()
+        has_work = self._waiting or self._left_over or any(self._todo.values())
+        if self._is_stopping and not has_work:
+            self._end_ranks()
 
     def _free_rank(self) -> int | None:
         """The rank with the fewest requests, in turn; None if all have enough."""
-        calls, count = self._calls, self._options.ranks
-        ranks = sorted(self._ranks, key=lambda rank: (calls[rank], (rank - self._latest - 1) % count))
-        return ranks[0] if calls[ranks[0]] < QUEUED else None
+        count = self._options.ranks
+        ranks = sorted(self._sends, key=lambda rank: (len(self._todo[rank]), (rank - self._latest - 1) % count))
+        return ranks[0] if ranks and len(self._todo[ranks[0]]) < QUEUED else None
 
     def _request(self, rank: int, request: ImageRequest) -> None:
-        self._calls[rank], self._latest = self._calls[rank] + 1, rank
-        threading.Thread(target=self._serve, args=(rank, request), name="patchpar-image", daemon=True).start()
+        self._todo[rank][request.number], self._latest = request, rank
+        self._sends[rank](request)
+
+    def _end_ranks(self) -> None:
+        while self._sends:
+            _, send = self._sends.popitem()
+            send(EndStream())
 
     def _order_cancel(self) -> None:
         self._is_stopping = True
         self._waiting.clear()
         self._left_over.clear()
+        self._end_ranks()
