@@ -89,19 +89,6 @@ class PromptBlend:
                 "'switch', or pad both to one length"
             )
 
-    @property
-    def is_done(self) -> bool:
-        return self.done == self.over
-
-    @property
-    def text(self) -> Tensor:
-        """The embeddings of the last of these blocks, [1, T, D]."""
-        return torch.lerp(self.start, self.end, self.done / self.over)
-
-    def advanced(self) -> "PromptBlend":
-        """Return it one block later."""
-        return replace(self, done=self.done + 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepConditions:
@@ -114,6 +101,20 @@ class StepConditions:
     masks: Tensor | None = None
     audio_scale: float = 1.0
 
+    def prompted(self, text: Tensor, change: Prompt) -> "StepConditions":
+        """Return the same with another text [1, T, D] for `change`, at once or in a blend. Raises PlanError."""
+        if change.transition == "blend":
+            return replace(self, blending=PromptBlend(start=self.text, end=text, over=change.over))
+        return replace(self, text=text, blending=None)
+
+    def advanced(self) -> "StepConditions":
+        """Return the same one block later, where the text is being blended."""
+        if self.blending is None:
+            return self
+        blend = replace(self.blending, done=self.blending.done + 1)
+        text = torch.lerp(blend.start, blend.end, blend.done / blend.over)
+        return replace(self, text=text, blending=None if blend.done == blend.over else blend)
+
     def each(self, move: Callable[[Tensor], Tensor]) -> "StepConditions":
         """Return the same with `move` of every tensor."""
         blend, known = self.blending, {field.name: getattr(self, field.name) for field in fields(self)}
@@ -121,10 +122,6 @@ class StepConditions:
         if blend is not None:
             moved["blending"] = replace(blend, start=move(blend.start), end=move(blend.end))
         return replace(self, **moved)
-
-    def on_host(self) -> "StepConditions":
-        """Return the same with tensors in host memory."""
-        return self.each(to_host)
 
 
 def pack(plain: Any) -> Tensor:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, plain
+from patchpar.shard.host_memory import to_device
 
+CPU = torch.device("cpu")
 Sampler = Literal["euler", "renoise"]
 
 
@@ -78,8 +80,8 @@ class FlowSchedule:
         return (clean if noise is None else (1 - after) * clean + after * noise).to(x.dtype)
 
 
-def keyed_noise(seed: int, block: int, step: int, shape: tuple[int, ...]) -> Tensor:
-    """Return normal noise [*shape] in float32 on the CPU, for denoising step `step` of block number `block`.
+def keyed_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device = CPU) -> Tensor:
+    """Return normal noise [*shape] in float32, generated on the CPU, for denoising step `step` of block number `block`.
 
     Philox, a counter-based generator (Salmon et al., SC 2011): the seed is its key, step and block are the upper half
     of its counter, so that no two samples overlap. Raises PlanError for a seed that is negative or above 64 bits.
@@ -89,4 +91,4 @@ def keyed_noise(seed: int, block: int, step: int, shape: tuple[int, ...]) -> Ten
     key, counter = np.array([seed, 0], np.uint64), np.array([0, 0, step, block], np.uint64)
     counting = np.random.Philox(key=key, counter=counter)
     generated = np.random.Generator(counting).standard_normal(shape, dtype=np.float32)
-    return torch.from_numpy(generated)
+    return to_device(torch.from_numpy(generated), device)

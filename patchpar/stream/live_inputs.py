@@ -23,27 +23,24 @@ GREY = (128, 128, 128)
 """The frames of a video before the first image."""
 
 
-class LiveInput(Protocol):
-    """Where something comes from while a stream runs. `name`: as in "the microphone"."""
+class LiveImageInput(Protocol):
+    """Where live images come from. `name`: what people call it, as in "the camera"."""
 
     @property
-    def name(self) -> str:
-        """What people call it."""
-
-
-class LiveImageInput(LiveInput, Protocol):
-    """Where live images come from."""
+    def name(self) -> str: ...
 
     def images(self) -> Iterator[Any]:
         """Yield PIL images as they come. Raises PlanError."""
 
 
-class LiveAudioInput(LiveInput, Protocol):
-    """Where live audio comes from."""
+class LiveAudioInput(Protocol):
+    """Where live audio comes from. `name`: see LiveImageInput. `ends`: the stream ends with it, or silence follows."""
 
     @property
-    def ends(self) -> bool:
-        """Whether the stream ends with it; otherwise silence follows."""
+    def name(self) -> str: ...
+
+    @property
+    def ends(self) -> bool: ...
 
     def audio(self) -> Iterator[tuple[Tensor, int]]:
         """Yield samples [N] or [channels, N] between -1 and 1, and their rate, as they come. Raises PlanError."""

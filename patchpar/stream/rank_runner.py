@@ -16,7 +16,7 @@ from patchpar.comm.transport import connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.shard.host_memory import to_device, to_host
-from patchpar.stream.events import Change
+from patchpar.stream.events import Change, Prompt
 from patchpar.stream.messages import (
     BeginBlock,
     BlockReady,
@@ -24,6 +24,7 @@ from patchpar.stream.messages import (
     EndStream,
     ModelFacts,
     ProducedBlock,
+    PromptUpdate,
     StreamRun,
     Update,
 )
@@ -140,6 +141,27 @@ class StageRunner(RankRunner, ABC):
     def _run_stage(self, run: StreamRun) -> StageStats:
         """Run the stage until the stream ends."""
 
+    @torch.no_grad()
+    def _encoded(self, update: PromptUpdate, negative: str | None = None) -> Prompt:
+        """Encode a prompt, and with guidance the negative prompt."""
+        limits = {"max_sequence_length": self._config.text_tokens, "device": self._device}
+        text, negative_text = encoded_prompts(self._pipe, update.text, negative, **limits)
+        return Prompt(text=text, transition=update.transition, over=update.over, negative=negative_text)
+
     @abstractmethod
     def _resolve(self, update: Update) -> Change:
         """Encode text and images of an update."""
+
+
+def encoded_prompts(pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.
+
+    `options`: of the pipeline's own `encode_prompt`. Padding that LTX-Video masks is cut off: T differs between texts.
+    """
+    guided = negative is not None
+    found = pipe.encode_prompt(text, negative_prompt=negative, do_classifier_free_guidance=guided, **options)
+    if len(found) == 2:
+        text_BTD, negative_BTD = found
+        return text_BTD, negative_BTD
+    text_BTD, mask_BT, negative_BTD, negative_mask_BT = found
+    return text_BTD[:, mask_BT[0].bool()], negative_BTD[:, negative_mask_BT[0].bool()] if guided else None

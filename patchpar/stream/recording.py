@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,11 @@ class StreamRecording:
             raise PlanError(f"{path} has no block: this stream ended before its first frame")
         return cls(origin=origin, blocks=blocks)
 
-    def runs(self, ranks: int) -> tuple[StreamRun, ...]:
-        """Return one run for each epoch in which all begins anew; it ends where the next begins."""
-        rows, columns = self.origin.size
+    def runs(self, run: StreamRun) -> tuple[StreamRun, ...]:
+        """Return `run` once for each epoch in which all begins anew; it ends where the next begins."""
         return tuple(
-            StreamRun(
-                ranks=ranks,
-                seed=self.origin.seed,
-                rows=rows,
-                columns=columns,
+            replace(
+                run,
                 first_block=block.block,
                 adapt_sink=block.adapt_sink,
                 lost=tuple(lost for each in self.blocks[block.block :] for lost in each.lost),

@@ -17,6 +17,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
 from patchpar.models.image_file import check_pixels, read_image_file
+from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.media_file import displayed_image, open_media, rate_of, timed_frames
 
 Video = str | Path | IO[bytes] | Iterable[Any]
@@ -115,6 +116,17 @@ class FrameSources:
 
     video: VideoSource | LiveVideo | None = None
     pose: VideoSource | None = None
+
+    @classmethod
+    def of(cls, video: Video | None, pose: Video | None, form: StreamFormat) -> "FrameSources":
+        """Return the sources of what a caller gives; `video` may be "live". Raises PlanError."""
+        size = form.fps, form.height, form.width
+        source: VideoSource | LiveVideo | None = None
+        if isinstance(video, str) and video == "live":
+            source = LiveVideo(form.frames_of)
+        elif video is not None:
+            source = VideoSource(frames_from(video, *size), form.frames_of)
+        return cls(video=source, pose=None if pose is None else VideoSource(pose_frames(pose, *size), form.frames_of))
 
     def is_here(self, block: int) -> bool:
         """Whether a block can begin as far as its frames go."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from patchpar.errors import LaunchError, PlanError, WorkerError
@@ -98,12 +99,18 @@ class WorkerGroup:
 
     def run(self, run: StreamRun, on_event: OnEvent, on_start: OnStart) -> list[Any]:
         """Run on all ranks. Raises WorkerError when a rank dies; the next call runs on restarted ranks."""
+
+        def receive(rank: int, event: Any) -> None:
+            if isinstance(event, ProducedBlock):
+                self._deaths = 0
+            on_event(rank, event)
+
         while True:
             if self._deaths >= PATIENCE:
                 self._do_without(self._at_fault)
             try:
                 return self._ranks.call(
-                    "run", run, on_event=self._counting_deaths(on_event), on_start=self._within_plan(on_start)
+                    "run", run, on_event=receive, on_start=lambda send: on_start(partial(self._send_within_plan, send))
                 )
             except LOST as error:
                 self._deaths += 1
@@ -113,23 +120,10 @@ class WorkerGroup:
                 if not self._do_without(rank_at_fault(error)):
                     raise
 
-    def _counting_deaths(self, on_event: OnEvent) -> OnEvent:
-
-        def receive(rank: int, event: Any) -> None:
-            if isinstance(event, ProducedBlock):
-                self._deaths = 0
-            on_event(rank, event)
-
-        return receive
-
-    def _within_plan(self, on_start: OnStart) -> OnStart:
-        """Messages to ranks beyond the plan, which may have become smaller, are dropped."""
-        count = self.plan.ranks
-
-        def begun(send: SendToRank) -> None:
-            on_start(lambda rank, value: send(rank, value) if rank < count else None)
-
-        return begun
+    def _send_within_plan(self, send: SendToRank, rank: int, value: Any) -> None:
+        """Send a message to a rank; to those beyond the plan, which may have become smaller, none."""
+        if rank < self.plan.ranks:
+            send(rank, value)
 
     def close(self) -> None:
         """End the ranks. Idempotent."""

@@ -17,7 +17,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.inline import InlineContext
 from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.runner import StreamRunner
-from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
@@ -145,8 +145,7 @@ def stream_of_two(steps: int = 3, boundary: int = 1) -> WanStream:
     low = causal(hears=False)
     for parameter in low.transformer.parameters():
         parameter.mul_(0.9)
-    low_noise = LowNoiseTransformer(network=low, start=boundary)
-    return WanStream(one._network, one._schedule, one._decoder, one._run, one._first, low_noise)
+    return WanStream(one._network, one._schedule, one._decoder, one._run, one._first, (boundary, low))
 
 
 def test_a_step_is_computed_by_the_transformer_of_its_level() -> None:

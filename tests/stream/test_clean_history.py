@@ -15,7 +15,7 @@ from patchpar.stream.causal.clean_history import CleanHistoryStream
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.runner import HISTORIES
-from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.events import Prompt
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
@@ -133,9 +133,8 @@ def test_bad_histories() -> None:
     with pytest.raises(PlanError, match="history='recent': use 'noisy' or 'clean'"):
         CausalOptions(history="recent")  # type: ignore[arg-type]
     network = causal()
-    low = LowNoiseTransformer(network=network, start=1)
     with pytest.raises(UnsupportedModel, match=r"this model has two transformers: use history='noisy'"):
-        CleanHistoryStream(network, SCHEDULE, None, run_of(), begun_with(text(0)), low)
+        CleanHistoryStream(network, SCHEDULE, None, run_of(), begun_with(text(0)), (1, network))
 
 
 def test_a_folder_is_streamed_so(tmp_path: Path) -> None:

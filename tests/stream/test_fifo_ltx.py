@@ -25,6 +25,7 @@ from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.rank_runner import encoded_prompts
 from patchpar.stream.stage import FinishedBlock, StageIO
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
@@ -73,7 +74,7 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
         return_dict=False,
     )[0]
     network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
-    cut, nothing = LtxFrames.encode(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
+    cut, nothing = encoded_prompts(pipe, "a fox", None, max_sequence_length=TOKENS, device=CPU)
     assert cut.shape[1] == int(mask.sum()) < text.shape[1]
     assert nothing is None
     found = network.predict(x, [0.6] * 4, cut)
@@ -112,7 +113,7 @@ def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: i
         outcome.append((finished.latents[0], finished.frames))
 
     with BUILDING:
-        text, negative = LtxFrames.encode(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
+        text, negative = encoded_prompts(pipe, "a fox", "a hen", max_sequence_length=TOKENS, device=CPU)
         size = {"rows": SIDE, "columns": SIDE, "first_block": 0}
         run = StreamRun(ranks=1, seed=7, guidance_scale=3.0, adapt_sink=False, **size)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))

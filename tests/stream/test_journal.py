@@ -202,7 +202,7 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
         before = list(stream)
     recording = StreamRecording.read(path)
     assert all(map(recording.is_as_it_was, before))
-    first, second = recording.runs(2)
+    first, second = recording.runs(COURSE)
     assert (first, second) == tuple(replace(run, keep=0) for run in ranks.runs)
     again = Ranks()
     replayed = session(again, blocks=7, credit=1, courses=(first, second))

@@ -1,6 +1,7 @@
 """`PcmPipe`: live audio from a pipe, as WAV (RIFF; Microsoft's multimedia specification of 1991) or as raw samples."""
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal, get_args
@@ -21,8 +22,8 @@ OTHERS |= {b"\x1aE\xdf\xa3": "Matroska"}
 """Formats that are no samples, by their first bytes."""
 INTEGERS, FLOATS, EXTENSIBLE = 1, 3, 0xFFFE
 """Format tags of WAV."""
-FIELDS = ((0, 2), (2, 2), (4, 4), (14, 2))
-"""Offsets and sizes of tag, channels, rate and bits in the format of WAV."""
+FIELDS = struct.Struct("<HHI6xH")
+"""Tag, channels, rate and bits in the format of WAV."""
 PIECE_SECONDS = 0.1
 """At most so much is read at once; less if less has come."""
 MAX_CHANNELS, RATES = 8, (1000, 384_000)
@@ -112,8 +113,7 @@ def _read_header(file: IO[bytes], name: str) -> tuple[PcmFormat, float]:
         raise PlanError(f"{name} is RIFF, but no WAV: send WAV or raw samples")
     form: PcmFormat | None = None
     while True:
-        head = _exactly(file, 8, name)
-        kind, size = head[:4], int.from_bytes(head[4:], "little")
+        kind, size = struct.unpack("<4sI", _exactly(file, 8, name))
         if kind == b"data":
             if form is None:
                 raise PlanError(f"{name} is WAV without a format: its chunk 'fmt ' is missing")
@@ -128,7 +128,7 @@ def _read_header(file: IO[bytes], name: str) -> tuple[PcmFormat, float]:
 def _format_of(body: bytes, name: str) -> PcmFormat:
     if len(body) < 16:
         raise PlanError(f"{name} is broken WAV: its format has {len(body)} bytes")
-    tag, channels, rate, bits = (int.from_bytes(body[at : at + size], "little") for at, size in FIELDS)
+    tag, channels, rate, bits = FIELDS.unpack_from(body)
     if tag == EXTENSIBLE and len(body) >= 26:
         tag = int.from_bytes(body[24:26], "little")
     known: dict[tuple[int, int], Any] = {(INTEGERS, 8): "u8", (FLOATS, 32): "f32le"}

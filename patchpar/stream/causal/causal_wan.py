@@ -10,6 +10,7 @@ Shapes: B batch, C channels, F latent frames, H x W latent pixels, N blocks, T t
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -189,18 +190,18 @@ class CausalWan:
         return self._positions[grid]
 
 
+@dataclass(slots=True, kw_only=True)
 class CurrentPass:
     """State of the current forward pass. `frames`: its sharding, or None if this rank computes all of it.
 
     `parts`: of each token how much it belongs to each speaker, [1, L, S]; None for one speaker.
     """
 
-    def __init__(self) -> None:
-        self.now: SinkPass | BlockPass | None = None
-        self.frames: ShardedFrames | None = None
-        self.audio: Tensor | None = None
-        self.audio_scale = 1.0
-        self.parts: Tensor | None = None
+    now: SinkPass | BlockPass | None = None
+    frames: ShardedFrames | None = None
+    audio: Tensor | None = None
+    audio_scale: float = 1.0
+    parts: Tensor | None = None
 
 
 def parts_of(audio: BlockAudio, frames: ShardedFrames | None) -> Tensor:

@@ -46,7 +46,7 @@ class CleanHistoryStream(WanStream):
 
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
-        self._blend(state)
+        state.now = state.now.advanced()
         state.memory.advance()
         finished = self._denoised(state, block, payload, position=block)
         self._predicted(state, block, finished, CLEAN, advances=False)
@@ -99,7 +99,7 @@ class RecomputedHistoryStream(CleanHistoryStream):
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
         """Compute the window anew, denoise a block, and decode it for the next window."""
         assert isinstance(state, RecomputeState)
-        self._blend(state)
+        state.now = state.now.advanced()
         window = self._window(state)
         state.memory.forget()
         for number, past in enumerate(window):

@@ -24,15 +24,7 @@ from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, U
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.session import StreamSession
-from patchpar.stream.video_source import (
-    FrameSources,
-    LiveVideo,
-    Video,
-    VideoSource,
-    frames_from,
-    load_reference_image,
-    pose_frames,
-)
+from patchpar.stream.video_source import FrameSources, Video, load_reference_image
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype
 
 
@@ -117,11 +109,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             run = self._stream_run(seed, adapt_sink=self.config.adapt_sink, settles=self.plan.steps)
             run = replace(run, strength=strength, has_pose=pose is not None, speakers=len(masks or [None]))
             form = self._format_at(delivery.fps or self.config.fps)
-            size = form.fps, form.height, form.width
-            frames = FrameSources(
-                video=None if video is None else self._video(video, form),
-                pose=None if pose is None else VideoSource(pose_frames(pose, *size), form.frames_of),
-            )
+            frames = FrameSources.of(video, pose, form)
             source = audio_source(self._facts.audio, self.config.blocks.frames, audio, keep_alive=delivery.keep_alive)
             updates = self._updates(prompt, reference, masks)
             record = delivery.record
@@ -138,11 +126,6 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         if not has_video and (strength is not None or level < 1):
             raise PlanError(f"this stream starts at noise level {level:g}: pass video=, which it starts from")
 
-    def _video(self, video: Video, form: StreamFormat) -> VideoSource | LiveVideo:
-        if isinstance(video, str) and video == "live":
-            return LiveVideo(form.frames_of)
-        return VideoSource(frames_from(video, form.fps, form.height, form.width), form.frames_of)
-
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Generate a recorded stream again, bit-equal, also on another number of ranks.
 
@@ -157,7 +140,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
             audio_shape = None if audio is None else audio.shape(self.config.blocks.frames)
             recording.check_fits((run.rows, run.columns), audio_shape)
             source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
-            runs, once = recording.runs(self.plan.ranks), replace(delivery, restarts=0)
+            runs, once = recording.runs(run), replace(delivery, restarts=0)
             credit = self.plan.depth + delivery.lead
             session = StreamSession(workers.run, runs, form, once, source, credit=credit, blocks=len(blocks))
             self._session = session.begin(changes=recording.updates())
@@ -206,8 +189,12 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
+    history = config.blocks.history
     if plan.steps != config.pipeline_steps:
-        raise PlanError(f"the plan has {plan.steps} steps, but {_steps_of(config)}")
+        known = f"the model has {config.steps}"
+        if not config.blocks.is_pipelined:
+            known = f"a block of this model is one step, since each attends to the finished one before it ({history=})"
+        raise PlanError(f"the plan has {plan.steps} steps, but {known}")
     if plan.ranks > len(devices.names):
         raise PlanError(
             f"the plan needs {plan.ranks} ranks, but there are {len(devices.names)} devices ({devices.note})"
@@ -222,10 +209,3 @@ def _check_replay(delivery: StreamDelivery, fps: float) -> None:
         raise PlanError("keep_alive=True: the audio of a replay is recorded: leave it out")
     if delivery.fps not in (None, fps):
         raise PlanError(f"fps={delivery.fps:g}: this stream was recorded with {fps:g} frames a second: leave it out")
-
-
-def _steps_of(config: StreamConfig) -> str:
-    history = config.blocks.history
-    if not config.blocks.is_pipelined:
-        return f"a block of this model is one step, since each attends to the finished one before it ({history=})"
-    return f"the model has {config.steps}"

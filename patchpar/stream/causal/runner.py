@@ -24,9 +24,9 @@ from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.step_sharding import StepGroup, check_inner
-from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
+from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import CausalOptions
-from patchpar.stream.events import Change, Prompt, Reference, StepConditions
+from patchpar.stream.events import Change, Reference, StepConditions
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
@@ -124,20 +124,14 @@ class StreamRunner(StageRunner):
     def _model(self, run: StreamRun) -> WanStream:
         network, *low = self._networks
         first = StepConditions(text=torch.zeros(1, self._config.text_tokens, network.transformer.config.text_dim))
-        low_noise = LowNoiseTransformer(network=low[0], start=self._high_noise.stop) if low else None
+        low_noise = (self._high_noise.stop, low[0]) if low else None
         schedule = self._config.schedule.begun_at(run.strength)
         return HISTORIES[self._config.blocks.history](network, schedule, self._decoder, run, first, low_noise)
 
     @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
         if isinstance(update, PromptUpdate):
-            text, _ = self._pipe.encode_prompt(
-                update.text,
-                do_classifier_free_guidance=False,
-                max_sequence_length=self._config.text_tokens,
-                device=self._device,
-            )
-            return Prompt(text=text, transition=update.transition, over=update.over)
+            return self._encoded(update)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
             image = from_pixels(to_device(update.image[None], self._device))

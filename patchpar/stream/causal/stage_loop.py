@@ -19,6 +19,7 @@ from typing import Any
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
+from patchpar.shard.host_memory import to_host
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, LostStage, StreamRun, Update
@@ -182,7 +183,7 @@ class StageLoop(Stage):
 
     def _give(self, peer: int, conditions: Any) -> None:
         """Send conditions to rank `peer`, which has lost them; None if they come with the next block."""
-        send_object(connected(self._comm), KIND, peer, None if conditions is None else conditions.on_host())
+        send_object(connected(self._comm), KIND, peer, None if conditions is None else conditions.each(to_host))
 
     def _restore(self) -> None:
         """Make new states, with the conditions that the stage before gives, or else those of the next order."""

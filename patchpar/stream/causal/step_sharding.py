@@ -20,7 +20,6 @@ from patchpar.errors import PlanError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.head_exchange import HeadAssignment, head_exchange, split_heads
-from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 See = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of all tokens of some heads: queries, keys, values and output [B, L, n, d]."""
@@ -67,8 +66,7 @@ class ShardedFrames:
         """Return `see` of our tokens [B, l, N, d], called with all tokens of our heads. Raises ExchangeError."""
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
         exchange = head_exchange(self.axis, self.sizes, (q.shape[0], q.shape[1], q.shape[3]), k.shape[1])
-        asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, group_rank=self.axis.rank)
-        ours = exchange.to_heads(self.comm, where, asked[:3])
+        ours = exchange.to_heads(self.comm, where, (q, k, v))
         seen = (self._by_frame(x, 2).transpose(1, 2) for x in ours)
         out_BnLd = self._by_rank(see(*seen).transpose(1, 2), 2)
         return exchange.to_tokens(self.comm, where, out_BnLd).transpose(1, 2)

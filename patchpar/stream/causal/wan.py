@@ -24,7 +24,7 @@ from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.attention_passes import KVWindow
 from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
-from patchpar.stream.events import PARAMETERS, Change, Prompt, PromptBlend, Reference, StepConditions
+from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference, StepConditions
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.stage_link import Payload
@@ -43,16 +43,10 @@ class StepState:
     recent: deque[tuple[int, Payload]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowNoiseTransformer:
-    """The transformer for denoising steps from `start` on, as Wan 2.2 has one for low noise levels."""
-
-    network: CausalWan
-    start: int
-
-
 class WanStream:
     """A model for `run`, with the conditions `first` at its beginning. It has a state for each denoising step.
+
+    `low_noise`: a step, and the network for it and those after it, as Wan 2.2 has one for low noise levels.
 
     Payload: (latents [1, C, F, H, W], audio tokens of `token_spec`, latents of the pose). No tokens without audio, and
     no pose where a stream has none.
@@ -67,7 +61,7 @@ class WanStream:
         decoder: WanDecoder | None,
         run: StreamRun,
         first: StepConditions,
-        low_noise: LowNoiseTransformer | None = None,
+        low_noise: tuple[int, CausalWan] | None = None,
     ) -> None:
         self._network, self._schedule, self._decoder, self._run = network, schedule, decoder, run
         self._first, self._low_noise = first, low_noise
@@ -124,8 +118,8 @@ class WanStream:
         return state
 
     def _of(self, step: int) -> CausalWan:
-        low = self._low_noise
-        return self._network if low is None or step < low.start else low.network
+        start, low = self._low_noise or (0, self._network)
+        return low if step >= start else self._network
 
     @torch.no_grad()
     def begin(self, block: int, inputs: Payload) -> Payload:
@@ -176,13 +170,8 @@ class WanStream:
             state.now = replace(state.now, audio_scale=change.value)
 
     def _change_text(self, state: StepState, change: Prompt) -> None:
-        text = self._own(change.text)
-        if change.transition == "blend":
-            blend = PromptBlend(start=state.now.text, end=text, over=change.over)
-            state.now = replace(state.now, blending=blend)
-            return
-        state.now = replace(state.now, text=text, blending=None)
-        if change.transition == "switch":
+        state.now = state.now.prompted(self._own(change.text), change)
+        if change.transition in ("switch", "blend"):
             return
         dropped = state.memory.forget(keep_sinks=change.transition == "recache")
         self._fill_sink(state)
@@ -194,21 +183,15 @@ class WanStream:
     @torch.no_grad()
     def step(self, state: StepState, block: int, payload: Payload) -> Payload:
         """Run one denoising step of one block. Changes `state` and nothing else."""
-        self._blend(state)
+        state.now = state.now.advanced()
         velocity = self._predicted(state, block, payload, self._schedule.timestep(state.step))
         state.recent.append((block, payload))
         return self._schedule.advance(state.step, payload[0], velocity, self._noise(block, state.step)), *payload[1:]
 
-    def _blend(self, state: StepState) -> None:
-        """Advance from one prompt to the next, where the text is being blended."""
-        if state.now.blending is not None:
-            blend = state.now.blending.advanced()
-            state.now = replace(state.now, text=blend.text, blending=None if blend.is_done else blend)
-
     def _noise(self, block: int, step: int) -> Tensor | None:
         if not self._schedule.needs_noise(step):
             return None
-        return to_device(keyed_noise(self._run.seed, block, step + 1, self._latents.shape), self._device)
+        return keyed_noise(self._run.seed, block, step + 1, self._latents.shape, self._device)
 
     def _recompute(self, state: StepState, block: int, payload: Payload) -> None:
         """Store the keys and values of a block in `state.recent` again."""

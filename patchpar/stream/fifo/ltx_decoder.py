@@ -9,8 +9,11 @@ some latent frames late.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLLTXVideo
@@ -20,88 +23,69 @@ from patchpar.errors import UnsupportedModel
 
 TIME = 2
 """The dimension of frames in [B, C, F, H, W]."""
+Frames = Iterator[Tensor | None]
+"""A video piece by piece [B, C, F, H, W]; None: no frame. A layer gives one piece for each, and at last the rest."""
 
 
-class StreamingLayer(Protocol):
-    """One or several layers that take frames piece by piece. None stands for no frame, as input and output."""
-
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """Return the output frames that no later frame changes. `is_last`: no `push` follows."""
+def each_frame(function: Callable[[Tensor], Tensor], frames: Frames) -> Frames:
+    """Yield a function of each frame alone."""
+    return (None if x_BCFHW is None else function(x_BCFHW) for x_BCFHW in frames)
 
 
-class PerFrameLayer(StreamingLayer):
-    """A function of each frame alone, of [B, C, F, H, W]."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function = function
-
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        return None if x_BCFHW is None else self._function(x_BCFHW)
-
-
-class StreamingConvolution(StreamingLayer):
-    """An `LTXVideoCausalConv3d`, which pads both ends of a video with the outermost frame."""
-
-    def __init__(self, convolution: Any) -> None:
-        self._inner, self._size = convolution.conv, convolution.kernel_size[0]
-        self._after = _frames_after(convolution)
-        self._kept: Tensor | None = None
-
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        if self._kept is None and x_BCFHW is not None:
-            self._kept = x_BCFHW[:, :, :1].repeat(1, 1, self._size - 1 - self._after, 1, 1)
-        seen = _joined(self._kept, x_BCFHW)
-        if seen is None:
-            return None
-        if is_last:
-            seen = torch.cat([seen, seen[:, :, -1:].repeat(1, 1, self._after, 1, 1)], TIME)
-        self._kept = seen[:, :, max(0, seen.shape[TIME] - self._size + 1) :]
-        return self._inner(seen) if seen.shape[TIME] >= self._size else None
+def convolved(convolution: Any, frames: Frames) -> Frames:
+    """Yield what an `LTXVideoCausalConv3d` makes, which pads both ends of a video with the outermost frame."""
+    size, after = convolution.kernel_size[0], _frames_after(convolution)
+    seen: Tensor | None = None
+    for x_BCFHW in frames:
+        if seen is None and x_BCFHW is not None:
+            seen = x_BCFHW[:, :, :1].repeat(1, 1, size - 1 - after, 1, 1)
+        if seen is None or x_BCFHW is None:
+            yield None
+            continue
+        seen = torch.cat([seen, x_BCFHW], TIME)
+        yield convolution.conv(seen) if seen.shape[TIME] >= size else None
+        seen = seen[:, :, max(0, seen.shape[TIME] - size + 1) :]
+    if seen is not None and after:
+        seen = torch.cat([seen, seen[:, :, -1:].repeat(1, 1, after, 1, 1)], TIME)
+        yield convolution.conv(seen) if seen.shape[TIME] >= size else None
 
 
-class StreamingResidual(StreamingLayer):
-    """A residual connection around `layers`: `join(input, output)`, both [B, C, F, H, W].
+def with_residual(
+    layers: Callable[[Frames], Frames], join: Callable[[Tensor, Tensor], Tensor], frames: Frames
+) -> Frames:
+    """Yield `join(input, output)` of layers, both [B, C, F, H, W]. The input is buffered until the output is ready."""
+    waiting: Tensor | None = None
 
-    The input is buffered until the output is ready.
-    """
+    def entering() -> Frames:
+        nonlocal waiting
+        for x_BCFHW in frames:
+            if x_BCFHW is not None:
+                waiting = x_BCFHW if waiting is None else torch.cat([waiting, x_BCFHW], TIME)
+            yield x_BCFHW
 
-    def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._layers, self._join = layers, join
-        self._waiting: Tensor | None = None
-
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        self._waiting = _joined(self._waiting, x_BCFHW)
-        found = self._layers.push(x_BCFHW, is_last=is_last)
-        if found is None or self._waiting is None:
-            return None
-        now, self._waiting = self._waiting.tensor_split([found.shape[TIME]], TIME)
-        return self._join(now, found)
-
-
-class StreamingTrim(StreamingLayer):
-    """Layers whose first `drop` output frames are removed."""
-
-    def __init__(self, layers: StreamingLayer, drop: int) -> None:
-        self._layers, self._drop = layers, drop
-
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        found = self._layers.push(x_BCFHW, is_last=is_last)
-        if found is None:
-            return None
-        drop, self._drop = self._drop, 0
-        return found[:, :, drop:] if found.shape[TIME] > drop else None
+    for found in layers(entering()):
+        if found is None or waiting is None:
+            yield None
+        else:
+            now, waiting = waiting.tensor_split([found.shape[TIME]], TIME)
+            yield join(now, found)
 
 
-class StreamingChain(StreamingLayer):
-    """Layers one after another."""
+def without_first(drop: int, frames: Frames) -> Frames:
+    """Yield all but the first `drop` frames."""
+    for x_BCFHW in frames:
+        left = x_BCFHW
+        if x_BCFHW is not None and drop:
+            left, drop = x_BCFHW[:, :, drop:] if x_BCFHW.shape[TIME] > drop else None, 0
+        yield left
 
-    def __init__(self, layers: Sequence[StreamingLayer]) -> None:
-        self._layers = tuple(layers)
 
-    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        for layer in self._layers:
-            x_BCFHW = layer.push(x_BCFHW, is_last=is_last)
-        return x_BCFHW
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LtxState:
+    """The decoding of one video: latents that have not been decoded, of which None is the end, and its images."""
+
+    latents: deque[Tensor | None]
+    images: Frames
 
 
 class LtxDecoder:
@@ -123,24 +107,31 @@ class LtxDecoder:
         """Images per latent frame after the first."""
         return int(self._vae.temporal_compression_ratio)
 
-    def new_state(self) -> StreamingLayer:
-        return _decoder(self._vae)
+    def new_state(self) -> LtxState:
+        latents = deque[Tensor | None]()
+        return LtxState(latents=latents, images=_decoded(self._vae, _until_none(latents)))
 
-    def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:
+    def decode(self, state: LtxState, latents_BCFHW: Tensor) -> Tensor:
         """Decode latents [1, C, F, H, W] to the images that no later frame changes, [frames, 3, height, width]."""
         vae = self._vae
         mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
         latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it
-        return self._images(state.push(latents.to(vae.dtype), is_last=False))
+        state.latents.append(latents.to(vae.dtype))
+        return self._images([next(state.images)])
 
-    def finish(self, state: StreamingLayer) -> Tensor:
+    def finish(self, state: LtxState) -> Tensor:
         """Return the images left at the end of a video, [frames, 3, height, width]."""
-        return self._images(state.push(None, is_last=True))
+        state.latents.append(None)
+        return self._images(list(state.images))
 
-    def _images(self, found_BCFHW: Tensor | None) -> Tensor:
-        if found_BCFHW is None:
-            return torch.empty(0, 3, 1, 1, device=self._vae.device)
-        return found_BCFHW[0].transpose(0, 1)
+    def _images(self, found: Sequence[Tensor | None]) -> Tensor:
+        parts = [x_BCFHW[0].transpose(0, 1) for x_BCFHW in found if x_BCFHW is not None]
+        return torch.cat(parts) if parts else torch.empty(0, 3, 1, 1, device=self._vae.device)
+
+
+def _until_none(latents: deque[Tensor | None]) -> Frames:
+    while (x_BCFHW := latents.popleft()) is not None:
+        yield x_BCFHW
 
 
 def latents_late(vae: AutoencoderKLLTXVideo) -> int:
@@ -166,19 +157,19 @@ def _frames_after(convolution: Any) -> int:
     return 0 if convolution.is_causal else (convolution.kernel_size[0] - 1) // 2
 
 
-def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
+def _decoded(vae: AutoencoderKLLTXVideo, frames: Frames) -> Frames:
     """The layers of diffusers' LTXVideoDecoder3d, in its order."""
     decoder = vae.decoder
     conditioned = decoder.timestep_scale_multiplier is not None
     when = torch.zeros(1, device=vae.device, dtype=vae.dtype) if conditioned else None  # LTXPipeline's decode_timestep
-    layers: list[StreamingLayer] = [
-        StreamingConvolution(decoder.conv_in),
-        *_resnets(decoder.mid_block, decoder.mid_block.resnets, when),
-    ]
+    frames = convolved(decoder.conv_in, frames)
+    frames = _through_resnets(decoder.mid_block, decoder.mid_block.resnets, when, frames)
     for block in decoder.up_blocks:
-        layers += [] if block.conv_in is None else _resnets(block, [block.conv_in], when)
-        layers += [_upsampler(upsampler) for upsampler in block.upsamplers or ()]
-        layers += _resnets(block, block.resnets, when)
+        if block.conv_in is not None:
+            frames = _through_resnets(block, [block.conv_in], when, frames)
+        for upsampler in block.upsamplers or ():
+            frames = _upsampled(upsampler, frames)
+        frames = _through_resnets(block, block.resnets, when, frames)
     shift, scale = _modulation(decoder, decoder.scale_shift_table, when, 2)
 
     def activated(x_BCFHW: Tensor) -> Tensor:
@@ -190,20 +181,24 @@ def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
         x = x_BCFHW.reshape(batch, -1, decoder.patch_size_t, size, size, *shape)  # columns of a patch before its rows
         return x.permute(0, 1, 5, 2, 6, 4, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    return StreamingChain(
-        [*layers, PerFrameLayer(activated), StreamingConvolution(decoder.conv_out), PerFrameLayer(unpatched)]
-    )
+    return each_frame(unpatched, convolved(decoder.conv_out, each_frame(activated, frames)))
 
 
-def _resnets(block: Any, resnets: Sequence[Any], when: Tensor | None) -> list[StreamingLayer]:
-    return [_resnet(block, resnet, when) for resnet in resnets]
+def _through_resnets(block: Any, resnets: Iterable[Any], when: Tensor | None, frames: Frames) -> Frames:
+    for resnet in resnets:
+        frames = _through_resnet(block, resnet, when, frames)
+    return frames
 
 
-def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
+def _through_resnet(block: Any, resnet: Any, when: Tensor | None, frames: Frames) -> Frames:
     shift_1, scale_1, shift_2, scale_2 = _modulation(block, resnet.scale_shift_table, when, 4)
 
-    def modulated(norm: Any, shift: Any, scale: Any) -> StreamingLayer:
-        return PerFrameLayer(lambda x: resnet.nonlinearity(_normed(norm, x) * (1 + scale) + shift))
+    def modulated(norm: Any, shift: Any, scale: Any, frames: Frames) -> Frames:
+        return each_frame(lambda x: resnet.nonlinearity(_normed(norm, x) * (1 + scale) + shift), frames)
+
+    def layers(frames: Frames) -> Frames:
+        hidden = convolved(resnet.conv1, modulated(resnet.norm1, shift_1, scale_1, frames))
+        return convolved(resnet.conv2, modulated(resnet.norm2, shift_2, scale_2, hidden))
 
     def join(latent: Tensor, out: Tensor) -> Tensor:
         if resnet.norm3 is not None:
@@ -212,15 +207,7 @@ def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
             latent = resnet.conv_shortcut(latent)  # of size 1: a function of each frame alone
         return out + latent
 
-    inside = StreamingChain(
-        [
-            modulated(resnet.norm1, shift_1, scale_1),
-            StreamingConvolution(resnet.conv1),
-            modulated(resnet.norm2, shift_2, scale_2),
-            StreamingConvolution(resnet.conv2),
-        ]
-    )
-    return StreamingResidual(inside, join)
+    return with_residual(layers, join, frames)
 
 
 def _normed(norm: Any, x_BCFHW: Tensor) -> Tensor:
@@ -228,20 +215,20 @@ def _normed(norm: Any, x_BCFHW: Tensor) -> Tensor:
     return norm(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
 
 
-def _upsampler(upsampler: Any) -> StreamingLayer:
-    frames, rows, columns = upsampler.stride
-    repeats = frames * rows * columns // upsampler.upscale_factor
+def _upsampled(upsampler: Any, frames: Frames) -> Frames:
+    times, rows, columns = upsampler.stride
+    repeats = times * rows * columns // upsampler.upscale_factor
 
     def unfolded(x_BCFHW: Tensor) -> Tensor:
         batch, _, *shape = x_BCFHW.shape
-        x = x_BCFHW.reshape(batch, -1, frames, rows, columns, *shape)
+        x = x_BCFHW.reshape(batch, -1, times, rows, columns, *shape)
         return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
     def join(latent: Tensor, folded: Tensor) -> Tensor:
         out = unfolded(folded)
         return out + unfolded(latent).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
 
-    return StreamingTrim(StreamingResidual(StreamingConvolution(upsampler.conv), join), frames - 1)
+    return without_first(times - 1, with_residual(partial(convolved, upsampler.conv), join, frames))
 
 
 def _modulation(block: Any, table: Tensor | None, when: Tensor | None, parts: int) -> tuple[Any, ...]:
@@ -252,9 +239,3 @@ def _modulation(block: Any, table: Tensor | None, when: Tensor | None, parts: in
         timestep=when, resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=when.dtype
     )
     return (embedded.view(1, parts, -1, 1, 1, 1) + table[None, ..., None, None, None]).unbind(1)
-
-
-def _joined(before: Tensor | None, after: Tensor | None) -> Tensor | None:
-    if before is None or after is None:
-        return after if before is None else before
-    return torch.cat([before, after], TIME)

@@ -35,7 +35,7 @@ FrameDecoder = WanDecoder | LtxDecoder
 class FrameNetwork(ABC):
     """A transformer called with frames of different noise levels: [B, C, F, H, W], texts [B, T, D].
 
-    Its class methods load the parts of such models and call their text encoders. `scale`: seconds, rows and columns of
+    Its class methods load the parts of such models. `scale`: seconds, rows and columns of
     pixels per latent. `decoder`: wraps the VAE. On ranks that do not denoise a transformer has no weights. Raises
     UnsupportedModel.
     """
@@ -59,15 +59,6 @@ class FrameNetwork(ABC):
     @abstractmethod
     def facts(cls, folder: Path) -> ModelFacts:
         """Read what a session must know from the configuration files of the folder."""
-
-    @classmethod
-    def encode(cls, pipe: Any, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance.
-
-        `options`: of the pipeline's own `encode_prompt`.
-        """
-        text_BTD, negative_BTD = _encoded(pipe, text, negative, options)
-        return text_BTD, negative_BTD
 
     @property
     def channels(self) -> int:
@@ -158,12 +149,6 @@ class LtxFrames(FrameNetwork):
             blends=False,
         )
 
-    @classmethod
-    def encode(cls, pipe: LTXPipeline, text: str, negative: str | None, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings [1, T, D], see FrameNetwork. Masked padding is cut off, so that T differs between texts."""
-        text_BTD, mask, negative_BTD, negative_mask = _encoded(pipe, text, negative, options)
-        return _cut(text_BTD, mask), None if negative is None else _cut(negative_BTD, negative_mask)
-
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
         net = self._transformer
         _, _, frames, rows, columns = x_BCFHW.shape
@@ -171,7 +156,7 @@ class LtxFrames(FrameNetwork):
             hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
             encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
             timestep=_timesteps(sigmas, rows * columns, x_BCFHW.device),
-            encoder_attention_mask=None,  # `encode` removes padding
+            encoder_attention_mask=None,  # see `encoded_prompts`, which removes padding
             num_frames=frames,
             height=rows,
             width=columns,
@@ -179,16 +164,6 @@ class LtxFrames(FrameNetwork):
             return_dict=False,
         )[0]
         return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
-
-
-def _encoded(pipe: Any, text: str, negative: str | None, options: Mapping[str, Any]) -> Any:
-    """What the pipeline's own `encode_prompt` returns."""
-    has_guidance = negative is not None
-    return pipe.encode_prompt(text, negative_prompt=negative, do_classifier_free_guidance=has_guidance, **options)
-
-
-def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:
-    return text_BTD[:, mask_BT[0].bool()]
 
 
 def _timesteps(sigmas: Sequence[float], tokens: int, device: torch.device) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
-from patchpar.shard.host_memory import to_device
 from patchpar.stream.config import LEAST_FPS, MOST_FPS
 from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.json_fields import number, whole
@@ -148,7 +147,7 @@ def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: i
             return clean
         key = (first, BEFORE_NOISE + time) if time < extra else (first + time - extra, AGAIN_NOISE)
         sigma = options.sigma(options.levels - time)
-        noise = to_device(keyed_noise(seed, *key, tuple(clean.shape)), clean.device).to(clean.dtype)
+        noise = keyed_noise(seed, *key, tuple(clean.shape), clean.device).to(clean.dtype)
         return (1 - sigma) * clean + sigma * noise
 
     start, stop = (options.levels - zone * options.half for zone in (zones.stop, zones.start))

@@ -5,11 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from patchpar.comm.device_links import DeviceLinks
 from patchpar.stream.causal.checkpoint import RequiredWeights
-from patchpar.stream.events import Change, Prompt
+from patchpar.stream.events import Change
 from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
@@ -24,7 +22,6 @@ class FifoRunner(StageRunner):
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         family: type[FrameNetwork] = LtxFrames if transformer_class(folder) == LTX else WanFrames
-        self._family = family
         denoises, rank = bool(stage.steps), self._context.rank
         parts = (HIGH_NOISE,) if denoises else ()
         needs = RequiredWeights(text=rank == 0, vae=rank == self._plan.decoder, transformers=parts)
@@ -44,15 +41,6 @@ class FifoRunner(StageRunner):
         model = FifoModel(self._network, self._decoder, self._config.queue, run)
         return FifoStage(model, self._plan, self._context.rank, self._comm, self._stage_io(run)).run()
 
-    @torch.no_grad()
     def _resolve(self, update: Update) -> Change:
-        """Encode a prompt, and the negative prompt with guidance."""
         assert isinstance(update, PromptUpdate), "a FifoSession changes nothing else"
-        text, negative = self._family.encode(
-            self._pipe,
-            update.text,
-            self._running.negative if self._running.guidance_scale > 1 else None,
-            max_sequence_length=self._config.text_tokens,
-            device=self._device,
-        )
-        return Prompt(text=text, transition=update.transition, over=update.over, negative=negative)
+        return self._encoded(update, self._running.negative if self._running.guidance_scale > 1 else None)

@@ -21,7 +21,7 @@ from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.decoder import as_pixels
-from patchpar.stream.events import Change, Prompt, PromptBlend
+from patchpar.stream.events import Change, Prompt, StepConditions
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
 from patchpar.stream.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
 from patchpar.stream.flow_schedule import keyed_noise
@@ -37,8 +37,7 @@ class FifoModel:
     def __init__(self, network: FrameNetwork, decoder: FrameDecoder | None, queue: FifoOptions, run: StreamRun) -> None:
         self.queue, self.first_frame = queue, run.first_block
         self._network, self.decoder, self._run = network, decoder, run
-        self._prompt: Prompt | None = None
-        self._blending: tuple[PromptBlend, ...] = ()  # of the prompt, and of the negative prompt if there is one
+        self._texts: tuple[StepConditions, ...] = ()  # the prompt, and the negative prompt if there is one
 
     def payload(self) -> tuple[TensorSpec, ...]:
         """Return shape and dtype of the frame passed from rank to rank: latents [1, C, 1, H, W] in float32."""
@@ -46,30 +45,16 @@ class FifoModel:
 
     def begin(self, block: int, inputs: Payload) -> Payload:
         """Return the noise [1, C, 1, H, W] of frame number `block`."""
-        noise = keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape)
-        return (to_device(noise, self._network.device),)
+        return (keyed_noise(self._run.seed, block, FIRST_NOISE, self.payload()[0].shape, self._network.device),)
 
     def apply(self, change: Change) -> None:
         """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
         assert isinstance(change, Prompt), "a FifoSession changes nothing else"
-        change = self._here(change)
-        if change.transition == "blend":
-            now = self._prompt
-            assert now is not None, "a stream begins with a prompt"
-            texts = ((now.text, change.text), (now.negative, change.negative))
-            self._blending = tuple(
-                PromptBlend(start=start, end=end, over=change.over)
-                for start, end in texts
-                if start is not None and end is not None
-            )
-        else:
-            self._prompt, self._blending = change, ()
-
-    def _here(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with its texts on the device: to ranks that get it by message it comes in host memory."""
-        device, negative = self._network.device, prompt.negative
-        negative = None if negative is None else to_device(negative, device)
-        return replace(prompt, text=to_device(prompt.text, device), negative=negative)
+        given = [change.text, change.negative if self._run.guidance_scale > 1 else None]
+        # On ranks that get them by message they are in host memory.
+        texts = [to_device(text, self._network.device) for text in given if text is not None]
+        known = self._texts or [StepConditions(text=text) for text in texts]
+        self._texts = tuple(now.prompted(text, change) for now, text in zip(known, texts, strict=True))
 
     @torch.no_grad()
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
@@ -82,20 +67,14 @@ class FifoModel:
     @torch.no_grad()
     def advance(self, queue: FrameQueue) -> None:
         """Denoise a queue by one tick, after its `shift`."""
-        if self._blending and self._prompt is not None:
-            self._blending = tuple(blend.advanced() for blend in self._blending)
-            text, *negative = (blend.text for blend in self._blending)
-            self._prompt = replace(self._prompt, text=text, negative=negative[0] if negative else None)
-            self._blending = () if self._blending[0].is_done else self._blending
+        self._texts = tuple(text.advanced() for text in self._texts)
         queue.advance(self._velocity)
 
     def _velocity(self, x_BCFHW: Tensor, sigmas: Sequence[float]) -> Tensor:
-        prompt = self._prompt
-        assert prompt is not None, "a stream begins with a prompt"
-        conditional = self._network.predict(x_BCFHW, sigmas, prompt.text)
-        if self._run.guidance_scale <= 1 or prompt.negative is None:
+        conditional, *others = (self._network.predict(x_BCFHW, sigmas, known.text) for known in self._texts)
+        if not others:
             return conditional
-        unconditional = self._network.predict(x_BCFHW, sigmas, prompt.negative)
+        (unconditional,) = others
         return unconditional + self._run.guidance_scale * (conditional - unconditional)
 
 
