@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median, quantiles
 
@@ -19,6 +19,16 @@ class PairedTimes:
     """Seconds of two steps that ran in strictly alternating turns: the first and the second of each pair."""
 
     pairs: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def together(cls, rounds: Iterable[PairedTimes]) -> PairedTimes:
+        """Return the pairs of all rounds."""
+        return cls(tuple(pair for each in rounds for pair in each.pairs))
+
+    @property
+    def least_disturbed(self) -> PairedTimes:
+        """The quarter of the pairs that took the least time together, rounded up."""
+        return PairedTimes(tuple(sorted(self.pairs, key=sum)[: -(-len(self.pairs) // 4)]))
 
     @property
     def first(self) -> float:

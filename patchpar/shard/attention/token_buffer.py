@@ -20,6 +20,7 @@ class TokenViews:
         self._keys: tuple[Tensor, Tensor, Tensor] | None = None
         self._part: tuple[Tensor, Tensor] | None = None
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        self._row: tuple[Tensor, Tensor] | None = None
         self._mask: Tensor | None = None
 
     def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,6 +41,12 @@ class TokenViews:
             start = slots.starts[0]
             self._rows = tokens, tokens.narrow(0, start, slots.total - start), slots.of(tokens, group_rank)
         return self._rows[1:]
+
+    def row(self, rows: Tensor, group_rank: int) -> Tensor:
+        """Return the row of one rank, always the same, of `rows` [P, ...] of all ranks."""
+        if self._row is None or self._row[0] is not rows:
+            self._row = rows, rows[group_rank]
+        return self._row[1]
 
     def mask(self, bias: Tensor, queries: int) -> Tensor:
         """Return the logit bias of tokens, always the same [T], for so many queries: [1, 1, q, T]."""
