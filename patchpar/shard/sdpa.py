@@ -69,6 +69,28 @@ class AttentionCall(NamedTuple):
         return self._replace(query=query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype), attn_mask=mask)
 
 
+def attend_to(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    kernel: Callable[..., Tensor] | None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    """Return the output [B, N, q, E] of queries [B, N, q, D] to keys [B, M, k, D] and values [B, M, k, E].
+
+    As `AttentionCall.run`, without a call to be made first: in every layer of every step.
+    """
+    attend = TORCHS if kernel is None else kernel
+    gqa = query.shape[1] != key.shape[1]
+    return attend(
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=gqa
+    )
+
+
 Attend = Callable[[AttentionCall], Tensor]
 _ATTEND: ContextVar[Attend | None] = ContextVar("patchpar_attend", default=None)
 _IS_REPLACED: ContextVar[bool] = ContextVar("patchpar_is_replaced", default=False)
