@@ -42,9 +42,11 @@ CPU = torch.device("cpu")
 COLUMNS = 8
 STEPS_BEFORE = 4
 """Steps that are not measured: an exact one, and those in which caches fill."""
+ROUNDS = 6
+"""Times that each strategy is measured, with a part of its pairs, one strategy after the other."""
 EXCHANGES = 20
 """Exchanges in one measurement of a single one: so few that most measurements end before another program runs."""
-EXCHANGE_PAIRS = 10
+EXCHANGE_PAIRS = 5
 """Pairs of measurements of a single exchange for each pair of steps."""
 FACTS = ("__get__", "data_ptr", "get_device")
 """Methods that read a fact of a tensor."""
@@ -71,6 +73,12 @@ class HostTime:
     times: PairedTimes
     exchanges: int
     calls: float
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[HostTime]) -> HostTime:
+        """Return that of all rounds, of the pairs that others disturbed least."""
+        times = PairedTimes.together(each.times for each in rounds).least_disturbed
+        return cls(times=times, exchanges=rounds[0].exchanges, calls=min(each.calls for each in rounds))
 
     @property
     def added(self) -> float:
@@ -143,17 +151,24 @@ TINY: dict[str, Callable[..., Tiny]] = {"sdxl": tiny_sdxl, "flux": tiny_flux}
 
 
 @torch.no_grad()
-def host_times(
-    model: str, rank: int, world: int, strategies: Sequence[str], pairs: int
-) -> Iterator[tuple[str, HostTime]]:
-    """Yield for each strategy the time of a steady step of rank `rank` beside the plain one."""
+def host_times(model: str, rank: int, world: int, strategies: Sequence[str], pairs: int) -> dict[str, HostTime]:
+    """Return for each strategy the time of a steady step of rank `rank` beside the plain one.
+
+    Strategies take turns, a round of pairs each: all are measured over as long a time.
+    """
     with quiet_rank(rank, world):
         tiny = TINY[model](world)
-        for strategy in strategies:
-            with steady(tiny, strategy, rank, world) as (step, exchanges):
-                calls = (python_calls(step) - python_calls(tiny.band)) / exchanges
-                times = in_pairs(tiny.band, step, pairs)
-            yield strategy, HostTime(times=times, exchanges=exchanges, calls=calls)
+        rounds = [
+            {strategy: _host_time(tiny, strategy, rank, world, pairs // ROUNDS) for strategy in strategies}
+            for _ in range(ROUNDS)
+        ]
+    return {strategy: HostTime.of_rounds([found[strategy] for found in rounds]) for strategy in strategies}
+
+
+def _host_time(tiny: Tiny, strategy: str, rank: int, world: int, pairs: int) -> HostTime:
+    with steady(tiny, strategy, rank, world) as (step, exchanges):
+        calls = (python_calls(step) - python_calls(tiny.band)) / exchanges
+        return HostTime(times=in_pairs(tiny.band, step, pairs), exchanges=exchanges, calls=calls)
 
 
 @contextmanager
@@ -187,10 +202,10 @@ def python_calls(step: Step) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTime:
-    """Times of the process for `EXCHANGES` exchanges, from the start to the end of the wait, and calls of Python of one.
+    """Times of the process for `EXCHANGES` exchanges, each from its start to the end of its wait.
 
     The first of a pair is what they call of torch (collective, operators, events), one after the other without
-    patchpar.
+    patchpar. `calls`: of functions written in Python, in one exchange.
     """
 
     times: PairedTimes
@@ -225,7 +240,7 @@ def exchange_times(rank: int, world: int, pairs: int) -> dict[str, ExchangeTime]
                 for function, args, kwargs in functions:
                     function(*args, **kwargs)
 
-            times = in_pairs(many(bare), many(exchange), pairs * EXCHANGE_PAIRS)
+            times = in_pairs(many(bare), many(exchange), pairs * EXCHANGE_PAIRS).least_disturbed
             found[name] = ExchangeTime(times=times, calls=python_calls(exchange))
         return found
 

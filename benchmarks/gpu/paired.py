@@ -3,6 +3,9 @@
 A processor that others use too, or that changes its clock, is fast for a while and then slow. The least time of each
 step, or the median, may come from different phases. Both of a pair are run within a fraction of a second, so that the
 ratio of a pair is hardly changed by a phase, and the median over pairs is not changed by the few in which one began.
+
+Where others use the caches and the memory, what is limited by these slows more than Python. So the figures are of the
+quarter of the pairs that took the least time: those in which the machine did little else.
 """
 
 from __future__ import annotations

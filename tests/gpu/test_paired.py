@@ -53,3 +53,12 @@ def test_what_varies_from_pair_to_pair_is_between_the_quartiles() -> None:
     times = PairedTimes(tuple((2.0, 2.0 * ratio) for ratio in (1.0, 1.5, 1.2, 1.4, 1.3)))
     assert (times.ratio, *times.quartiles) == pytest.approx((1.3, 1.2, 1.4))
     assert times.difference == pytest.approx(0.6)
+
+
+def test_the_pairs_that_count_are_those_that_took_the_least_time_together() -> None:
+    """Where others use the memory, the plain step may slow more than the split one: such pairs do not count."""
+    quiet, loud = ((1.0, 1.5), (1.1, 1.7)), ((2.0, 2.4), (2.2, 2.5), (1.9, 2.0), (2.0, 2.1), (3.0, 3.1), (2.5, 2.6))
+    times = PairedTimes.together([PairedTimes((*loud[:3], quiet[0])), PairedTimes((quiet[1], *loud[3:]))])
+    assert len(times.pairs) == 8
+    assert sorted(times.least_disturbed.pairs) == sorted(quiet)
+    assert times.ratio < 1.2 < times.least_disturbed.ratio, "control: all pairs"

@@ -1,7 +1,7 @@
 """Fused operators of an exchange point, which has the same tensors in every step: nothing is asked of them again.
 
-What a launch needs of its tensors (whether they go through a kernel, dtypes, alignments, the grid) takes longer than the
-launch itself. It follows from tensors that stay where they are, and these are known by identity.
+To find what a launch needs of its tensors (whether they go through a kernel, dtypes, alignments, the grid) takes longer
+than the launch itself. It follows from tensors that stay where they are, and these are known by identity.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,9 @@ class RepeatedOp:
 
     def __call__(self, *args: Any) -> None:
         # As `FusedOp` has it: nothing watches or records operators.
-        watched = torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()
+        watched = (
+            torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack()
+        )
         if not watched and self._compiled is not None and all(map(is_, args, self._args)):
             kernel, grid, values = self._compiled
             kernel[grid](*values)

@@ -23,7 +23,6 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.sdpa import attend_to
 
 
 def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
@@ -82,7 +81,7 @@ def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQ
 def attend_to_all(shared: ShardedQKV, k_BMLD: Tensor, v_BMLD: Tensor) -> Tensor:
     """Return the output [B, N, c + l, D] of this rank's queries, from the keys and values of the whole sequence."""
     mask = None if shared.mask is None else shared.mask_of_own
-    return attend_to(shared.q_BNlD, k_BMLD, v_BMLD, mask, shared.scale, shared.kernel)
+    return shared.attend_to(shared.q_BNlD, k_BMLD, v_BMLD, mask)
 
 
 def _attend_gathered_unevenly(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

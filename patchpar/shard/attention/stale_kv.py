@@ -120,9 +120,7 @@ class RemoteTokens:
 
         To the message as well, where all own tokens are sent as they are.
         """
-        attended = self._kept
-        if attended is None:
-            attended = self._workspace.take(self._shape, here.k_BlND)
+        attended = self._workspace.take(self._shape, here.k_BlND) if self._kept is None else self._kept
         return self._written(attended, self._slots, here)
 
     def write_fresh(self, here: KeysValues) -> Tensor:
@@ -194,14 +192,14 @@ class RemoteTokens:
     def fit(self, attended: Tensor, ratio: Tensor, into: Tensor | None = None) -> Tensor:
         """Return the correction of this rank's tokens to send, [2, B, N, numbers], in `into` if that is given.
 
-        Call it once for each step. `ratio`: length of this step over that of the last, a scalar in fp32.
+        Once for each step. `ratio`: length of this step over that of the last, a scalar in fp32.
         """
         return self._past.fit(self._own(attended), ratio, into)
 
     def fit_rows(self, memory: Workspace) -> tuple[Tensor, Tensor] | None:
         """Return memory for the corrections of all ranks [P, 2, B, N, numbers], and this rank's part of it.
 
-        None where they are matrices, or not gathered by one operation, whose wait ends the use of what is sent.
+        None where each rank's are sent from memory of their own.
         """
         if not self.layout.fit_bytes:
             return None

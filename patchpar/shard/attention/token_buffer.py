@@ -9,7 +9,7 @@ from patchpar.comm.exchange_part import ExchangePart
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.stale_partials import KeysValues
-from patchpar.shard.sdpa import AttentionCall, attend_to
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.token_slots import TokenSlots
 
 
@@ -66,8 +66,7 @@ def attend_to_tokens(
 ) -> Tensor:
     """Return attention [B, N, q, D] of the call's queries to `tokens` [T, 2, B, N, D]; `mask` has their columns."""
     key, value = keys_values(tokens) if views is None else views.keys_values(tokens)
-    query, _, _, _, dropout_p, is_causal, scale, _, kernel = call
-    return attend_to(query, key, value, mask, scale, kernel, dropout_p=dropout_p, is_causal=is_causal)
+    return call.attend_to(key, value, mask)
 
 
 def in_batches(tokens: Tensor) -> KeysValues:

@@ -22,7 +22,6 @@ from patchpar.shard.attention.all_gather import attend_to_all
 from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.head_exchange import HeadExchange, TokenBuffers, head_exchange
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.sdpa import attend_to
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
@@ -42,7 +41,7 @@ def attend_by_heads(
     if shared.memory is not None:
         shared.memory.free(plan.tokens.sent.buffer)
     if across.size == 1 and shared.mask is None:
-        out_BnLD = attend_to(*qkv, None, shared.scale, shared.kernel)
+        out_BnLD = shared.attend_to(*qkv, None)
     else:
         q_BnLD, k_BmLD, v_BmLD = qkv
         inner = shared._replace(

@@ -143,7 +143,7 @@ class OwnPast:
     def fit(self, own_lXND: Tensor, ratio: Tensor, into: Tensor | None = None) -> Tensor:
         """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.
 
-        `ratio`: length of this step over that of the last, a scalar in fp32. `into`: memory for it, of any but a matrix.
+        `ratio`: length of this step over that of the last, a scalar in fp32. `into`: memory for it, but for matrices.
         """
         assert self._last is not None, "the step before has been remembered"
         last, before = self._last, self._before
