@@ -30,7 +30,7 @@ STRATEGIES = {
 }
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
-PAIRS = 120  # in rounds of 20
+PAIRS = 96  # in rounds of 16
 PYTHON_GOAL = 40  # microseconds of Python for an exchange
 INTRODUCTION = """\
 # Counts on GPUs
