@@ -66,8 +66,8 @@ class TokenMessages:
             (peers, tuple([self._message(own, piece) for piece in pieces]))
             for pieces, peers in self._layout.receivers.items()
         ]
-        memory = own.untyped_storage().data_ptr()
-        views = all(x.untyped_storage().data_ptr() == memory for _, tensors in outgoing for x in tensors)
+        memory = own.untyped_storage()._cdata
+        views = all(x.untyped_storage()._cdata == memory for _, tensors in outgoing for x in tensors)
         return _Taken(own, outgoing, are_views=views)
 
     def _receiving(self, newest: Tensor) -> _Received:
