@@ -117,7 +117,7 @@ def host_lines(world: int, pairs: int, models: Sequence[str], chosen: Sequence[s
         f"torch.distributed runs. {pairs} pairs of steps in processor time: the plain step of the same band, and the "
         f"split one right after it, in strictly alternating turns. Each strategy has them in {ROUNDS} rounds, between "
         "those of the others. A machine that is slow for a while slows both of a pair; the quarter of the pairs that "
-        "took the least time counts, which others disturbed least. `of plain` is the median over these pairs of the "
+        "took the least time counts, which others slowed least. `of plain` is the median over these pairs of the "
         "second's time by the first's, and half of them are between the `quartiles`; milliseconds are medians, and "
         "what an exchange adds is the median of the pairs' differences. `calls`: functions written in Python that an "
         "exchange point adds, with the layer around it; no machine changes them."

@@ -76,7 +76,7 @@ class HostTime:
 
     @classmethod
     def of_rounds(cls, rounds: Sequence[HostTime]) -> HostTime:
-        """Return that of all rounds, of the pairs that others disturbed least."""
+        """Return that of all rounds, of the pairs that others slowed least."""
         times = PairedTimes.together(each.times for each in rounds).least_disturbed
         return cls(times=times, exchanges=rounds[0].exchanges, calls=min(each.calls for each in rounds))
 
