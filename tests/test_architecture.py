@@ -42,7 +42,7 @@ ONLY = {
         *("launch.hang_detection.WORK_TIMES", "launch.nccl_failures", "launch.rendezvous.this_host"),
         "launch.time_limit",
     },
-    "shard.kernels": {"shard.precision", "comm.kernels.fused_op", "comm.kernels.program"},
+    "shard.kernels": {"shard.precision", *(f"comm.kernels.{name}" for name in ("fused_op", "program", "repeated_op"))},
     "shard.unet.layers": {
         *("errors", "plan.bands", "shard.precision", "shard.kernels", "shard.unet.one_column"),
         *("comm.exchange_part.Halo", "comm.kernels.fused_op"),

@@ -7,6 +7,7 @@ recorder      what a call does on both: kernel launches, messages, synchronisati
 denoisers     SDXL and FLUX, without weights, and a call of each
 strategies    one rank of a strategy, step by step
 quiet         a process without logs and warnings
+paired        two steps timed in pairs, so that phases of a machine change no ratio
 host_time     seconds of Python on tiny tensors, beside the plain model
 count         the tables
 """

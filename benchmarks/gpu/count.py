@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.gpu.battery.environment import commit_of
 from benchmarks.gpu.denoisers import DENOISERS, NAMES, SHORT
-from benchmarks.gpu.host_time import exchange_times, host_times
+from benchmarks.gpu.host_time import ROUNDS, HostTime, exchange_times, host_times
 from benchmarks.gpu.quiet import quiet_process
 from benchmarks.gpu.recorder import CallCounts
 from benchmarks.gpu.strategies import CFG, fake_rank
@@ -30,7 +30,7 @@ STRATEGIES = {
 }
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
-TURNS = 15
+PAIRS = 96  # in rounds of 16
 PYTHON_GOAL = 40  # microseconds of Python for an exchange
 INTRODUCTION = """\
 # Counts on GPUs
@@ -106,7 +106,7 @@ def row(strategy: str, step: str, counts: CallCounts, plain: CallCounts) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[str] | None) -> Iterator[str]:
+def host_lines(world: int, pairs: int, models: Sequence[str], chosen: Sequence[str] | None) -> Iterator[str]:
     """Yield the section on the time of the process."""
     yield f"## {HOST_TIME}"
     yield ""
@@ -114,9 +114,13 @@ def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[s
         f"Rank 1 of {world}, measured: networks as deep as these, so narrow that only Python and the launches count. "
         "Tensors are on the CPU. A kernel of patchpar's own is one call, as on a GPU: all of its Python runs up to the "
         "launch, which is left out, and so is what Triton takes for it. Messages go nowhere, but all Python of "
-        f"torch.distributed runs. The least processor time of {turns} turns with the plain step of the same band. "
-        "`calls`: functions written in Python that an exchange point adds, with the layer around it. Times depend on "
-        "the machine and on what else it does; ratios do so less, and calls do not."
+        f"torch.distributed runs. {pairs} pairs of steps in processor time: the plain step of the same band, and the "
+        f"split one right after it, in strictly alternating turns. Each strategy has them in {ROUNDS} rounds, between "
+        "those of the others. A machine that is slow for a while slows both of a pair; the quarter of the pairs that "
+        "took the least time counts, which others slowed least. `of plain` is the median over these pairs of the "
+        "second's time by the first's, and half of them are between the `quartiles`; milliseconds are medians, and "
+        "what an exchange adds is the median of the pairs' differences. `calls`: functions written in Python that an "
+        "exchange point adds, with the layer around it; no machine changes them."
     )
     yield ""
     yield (
@@ -124,34 +128,44 @@ def host_lines(world: int, turns: int, models: Sequence[str], chosen: Sequence[s
         "be of a later one."
     )
     yield ""
-    yield "| model | strategy | plain, ms | split, ms | of plain | exchanges | added by each, µs | calls |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield (
+        "| model | strategy | plain, ms | split, ms | of plain | quartiles | exchanges | added by each, µs | calls |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
     for model in models:
         strategies = [strategy for strategy in chosen or STRATEGIES[model] if strategy != CFG]
-        for strategy, found in host_times(model, 1, world, strategies, turns):
-            times = f"{found.plain * 1e3:.0f} | {found.split * 1e3:.0f} | {found.split / found.plain:.2f}"
-            added = f"{found.exchanges} | {found.added * 1e6:.0f} | {found.calls:.0f}"
-            yield f"| {model} | `{strategy}` | {times} | {added} |"
+        for strategy, found in host_times(model, 1, world, strategies, pairs).items():
+            yield f"| {model} | `{strategy}` | {host_cells(found)} |"
     yield ""
     yield (
         "A single exchange from start to the end of the wait, without the layer around it. `torch`: the collective, "
-        "the operators and the events of the stream, called one after the other without patchpar. `Python` is the "
-        f"rest, patchpar's own; the goal is at most {PYTHON_GOAL} µs. The plain model has no exchange, and a step that "
-        "is replayed as a graph runs none of this."
+        "the operators and the events of the stream, called one after the other without patchpar, in pairs with the "
+        "exchange. `Python` is what the exchange takes longer, patchpar's own; the goal is at most "
+        f"{PYTHON_GOAL} µs. Medians of the quarter of the pairs that took the least time. The plain model has no "
+        "exchange, and a step that is replayed as a graph runs none of this."
     )
     yield ""
     yield "| exchange | µs | torch, µs | Python, µs | calls |"
     yield "|---|---|---|---|---|"
-    for name, found in exchange_times(1, world, turns).items():
+    for name, found in exchange_times(1, world, pairs).items():
         times = " | ".join(f"{seconds * 1e6:.0f}" for seconds in (found.whole, found.torch, found.python))
         yield f"| {name} | {times} | {found.calls} |"
+
+
+def host_cells(found: HostTime) -> str:
+    """Return the cells of the times of a strategy."""
+    times = found.times
+    lower, upper = times.quartiles
+    ratios = f"{times.ratio:.2f} | {lower:.2f} to {upper:.2f}"
+    added = f"{found.exchanges} | {found.added * 1e6:.0f} | {found.calls:.0f}"
+    return f"{times.first * 1e3:.0f} | {times.second * 1e3:.0f} | {ratios} | {added}"
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield the page."""
     if options.only_host_time:
         yield from counts_of(options.write)
-        yield from host_lines(options.world, TURNS, options.models, options.strategies)
+        yield from host_lines(options.world, PAIRS, options.models, options.strategies)
         return
     kept = host_time_of(options.write)
     yield INTRODUCTION
@@ -164,7 +178,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         yield from model_lines(model, options.size, options.world, strategies, short=options.short)
     if options.host_time:
         yield ""
-        yield from host_lines(options.world, TURNS, options.models, options.strategies)
+        yield from host_lines(options.world, PAIRS, options.models, options.strategies)
     else:
         yield ""
         yield from kept or (NO_HOST_TIME,)

@@ -2,18 +2,15 @@
 
 On a GPU this is the time in which the process enqueues a step. Tensors are on the CPU and messages go nowhere, but all
 of torch.distributed's own Python runs. A fused operator, one launch on a GPU, is what it is there up to the launch,
-which is left out (`fake_launch`), instead of its eager twin of many operators. The split step runs in turns with the
-plain one of the same band, by a copy of the network that has no hooks; of each the least processor time counts, which
-other programs on the machine disturb least.
+which is left out (`fake_launch`), instead of its eager twin of many operators. The split step runs in pairs with the
+plain one of the same band, by a copy of the network that has no hooks (`paired`).
 
 Beside the time stands how many functions written in Python run, which is the same on every machine.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -28,6 +25,7 @@ from benchmarks.gpu.denoisers import Denoiser, knowing_sites, knowing_tokens
 from benchmarks.gpu.fake_cuda import EventCounts, _Event, cuda_names
 from benchmarks.gpu.fake_launch import kernels_on_cpu
 from benchmarks.gpu.fake_nccl import GroupCounts, fake_nccl
+from benchmarks.gpu.paired import PairedTimes, in_pairs
 from benchmarks.gpu.strategies import DEADLINE, installed
 from benchmarks.volumes.shapes import SDXL
 from patchpar.comm.collectives import Communicator
@@ -44,10 +42,12 @@ CPU = torch.device("cpu")
 COLUMNS = 8
 STEPS_BEFORE = 4
 """Steps that are not measured: an exact one, and those in which caches fill."""
+ROUNDS = 6
+"""Times that each strategy is measured, with a part of its pairs, one strategy after the other."""
 EXCHANGES = 20
 """Exchanges in one measurement of a single one: so few that most measurements end before another program runs."""
-EXCHANGE_TURNS = 20
-"""Measurements of a single exchange for each of a step."""
+EXCHANGE_PAIRS = 5
+"""Pairs of measurements of a single exchange for each pair of steps."""
 FACTS = ("__get__", "data_ptr", "get_device")
 """Methods that read a fact of a tensor."""
 Step = Callable[[], object]
@@ -65,20 +65,25 @@ class Tiny:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Seconds of the process in one step, plain and split, and the number of exchanges in the split one.
+    """Times of the process in one step, the plain and then the split one, and the number of exchanges in the latter.
 
     `calls`: of functions written in Python, that each exchange point adds.
     """
 
-    plain: float
-    split: float
+    times: PairedTimes
     exchanges: int
     calls: float
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[HostTime]) -> HostTime:
+        """Return that of all rounds, of the pairs that others slowed least."""
+        times = PairedTimes.together(each.times for each in rounds).least_disturbed
+        return cls(times=times, exchanges=rounds[0].exchanges, calls=min(each.calls for each in rounds))
 
     @property
     def added(self) -> float:
         """Seconds added by each exchange point."""
-        return (self.split - self.plain) / self.exchanges
+        return self.times.difference / self.exchanges
 
 
 def tiny_sdxl(world: int, layers: Mapping[str, Any] | None = None) -> Tiny:
@@ -146,17 +151,24 @@ TINY: dict[str, Callable[..., Tiny]] = {"sdxl": tiny_sdxl, "flux": tiny_flux}
 
 
 @torch.no_grad()
-def host_times(
-    model: str, rank: int, world: int, strategies: Sequence[str], turns: int
-) -> Iterator[tuple[str, HostTime]]:
-    """Yield for each strategy the time of a steady step of rank `rank` beside the plain one."""
+def host_times(model: str, rank: int, world: int, strategies: Sequence[str], pairs: int) -> dict[str, HostTime]:
+    """Return for each strategy the time of a steady step of rank `rank` beside the plain one.
+
+    Strategies take turns, a round of pairs each: all are measured over as long a time.
+    """
     with quiet_rank(rank, world):
         tiny = TINY[model](world)
-        for strategy in strategies:
-            with steady(tiny, strategy, rank, world) as (step, exchanges):
-                calls = (python_calls(step) - python_calls(tiny.band)) / exchanges
-                plain, split = in_turns((tiny.band, step), turns)
-            yield strategy, HostTime(plain=plain, split=split, exchanges=exchanges, calls=calls)
+        rounds = [
+            {strategy: _host_time(tiny, strategy, rank, world, pairs // ROUNDS) for strategy in strategies}
+            for _ in range(ROUNDS)
+        ]
+    return {strategy: HostTime.of_rounds([found[strategy] for found in rounds]) for strategy in strategies}
+
+
+def _host_time(tiny: Tiny, strategy: str, rank: int, world: int, pairs: int) -> HostTime:
+    with steady(tiny, strategy, rank, world) as (step, exchanges):
+        calls = (python_calls(step) - python_calls(tiny.band)) / exchanges
+        return HostTime(times=in_pairs(tiny.band, step, pairs), exchanges=exchanges, calls=calls)
 
 
 @contextmanager
@@ -190,23 +202,33 @@ def python_calls(step: Step) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeTime:
-    """Seconds of the process for one exchange, from its start to the end of its wait, and calls of Python.
+    """Times of the process for `EXCHANGES` exchanges, each from its start to the end of its wait.
 
-    `torch`: seconds of what it calls of torch (collective, operators, events), one after the other without patchpar.
+    The first of a pair is what they call of torch (collective, operators, events), one after the other without
+    patchpar. `calls`: of functions written in Python, in one exchange.
     """
 
-    whole: float
-    torch: float
+    times: PairedTimes
     calls: int
 
     @property
+    def whole(self) -> float:
+        """Seconds of an exchange."""
+        return self.times.second / EXCHANGES
+
+    @property
+    def torch(self) -> float:
+        """Seconds of torch in it."""
+        return self.times.first / EXCHANGES
+
+    @property
     def python(self) -> float:
-        """Seconds of patchpar's own Python."""
-        return self.whole - self.torch
+        """Seconds of patchpar's own Python in it."""
+        return self.times.difference / EXCHANGES
 
 
 @torch.no_grad()
-def exchange_times(rank: int, world: int, turns: int) -> dict[str, ExchangeTime]:
+def exchange_times(rank: int, world: int, pairs: int) -> dict[str, ExchangeTime]:
     """Return the time of one exchange of each kind."""
     with quiet_rank(rank, world):
         found = {}
@@ -218,10 +240,8 @@ def exchange_times(rank: int, world: int, turns: int) -> dict[str, ExchangeTime]
                 for function, args, kwargs in functions:
                     function(*args, **kwargs)
 
-            whole, alone = (
-                seconds / EXCHANGES for seconds in in_turns((many(exchange), many(bare)), turns * EXCHANGE_TURNS)
-            )
-            found[name] = ExchangeTime(whole=whole, torch=alone, calls=python_calls(exchange))
+            times = in_pairs(many(bare), many(exchange), pairs * EXCHANGE_PAIRS).least_disturbed
+            found[name] = ExchangeTime(times=times, calls=python_calls(exchange))
         return found
 
 
@@ -305,22 +325,6 @@ def single_exchanges(rank: int, world: int) -> dict[str, Step]:
             band, moments, feeds, fused=True
         ).wait(),
     }
-
-
-def in_turns(steps: Sequence[Step], turns: int) -> list[float]:
-    """Return the least processor time of each step, run in turns."""
-    least = [float("inf")] * len(steps)
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(turns):
-            for index, step in enumerate(steps):
-                start = time.process_time()
-                step()
-                least[index] = min(least[index], time.process_time() - start)
-    finally:
-        gc.enable()
-    return least
 
 
 @contextmanager

@@ -52,6 +52,18 @@ class AttentionCall(NamedTuple):
             enable_gqa=self.enable_gqa,
         )
 
+    def attend_to(self, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the output [B, N, q, E] to other keys [B, M, k, D] and values [B, M, k, E], of a call with heads.
+
+        As another call does, which would have to be made first, in every layer of every step.
+        """
+        query, _, _, _, dropout_p, is_causal, scale, _, kernel = self
+        attend = TORCHS if kernel is None else kernel
+        gqa = query.shape[1] != key.shape[1]
+        return attend(
+            query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=gqa
+        )
+
     def with_heads(self) -> "AttentionCall":
         """Return the call of tensors [B, L, D] with a dim for one head. It remains a call of torch's function."""
         mask = self.attn_mask

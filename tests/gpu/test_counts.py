@@ -76,7 +76,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "fresh-edges"): {
         "exact": Ceiling(354, 28, 0, 56, 479, 68, 133, 61, copies=4),
-        "stale": Ceiling(360, 32, 0, 56, 464, 68, 193, 121),
+        "stale": Ceiling(360, 32, 0, 56, 456, 68, 193, 121),
     },
     ("sdxl", "fresh-edges:correction=none"): {
         "exact": Ceiling(354, 28, 0, 56, 467, 68, 132, 61, copies=4),
@@ -84,11 +84,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("sdxl", "fresh-edges:context=pooled"): {
         "exact": Ceiling(370, 28, 0, 56, 490, 68, 98, 26, copies=8),
-        "stale": Ceiling(360, 32, 0, 64, 460, 17, 114, 42),
+        "stale": Ceiling(360, 32, 0, 64, 452, 17, 114, 42),
     },
     ("sdxl", "fresh-edges:correction=linear"): {
         "exact": Ceiling(354, 28, 0, 56, 479, 68, 133, 61, copies=4),
-        "stale": Ceiling(416, 32, 0, 56, 692, 72, 204, 121),
+        "stale": Ceiling(416, 32, 0, 56, 504, 72, 193, 121),
     },
     ("sdxl", CFG): {
         "exact": Ceiling(319, 2, 0, 2, 352, 1, 138, 1, groups=1),
@@ -112,7 +112,7 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("flux", "fresh-edges"): {
         "exact": Ceiling(207, 5, 0, 10, 239, 82, 237, 103, copies=2),
-        "stale": Ceiling(213, 7, 0, 6, 232, 82, 346, 199),
+        "stale": Ceiling(213, 7, 0, 6, 228, 82, 346, 199),
     },
     ("flux", "fresh-edges:correction=none"): {
         "exact": Ceiling(207, 5, 0, 10, 233, 82, 236, 103, copies=2),
@@ -120,11 +120,11 @@ CEILINGS: dict[tuple[str, str], dict[str, Ceiling]] = {
     },
     ("flux", "fresh-edges:context=pooled"): {
         "exact": Ceiling(213, 3, 0, 6, 242, 73, 214, 31, copies=4),
-        "stale": Ceiling(211, 5, 0, 10, 228, 12, 248, 65),
+        "stale": Ceiling(211, 5, 0, 10, 224, 12, 248, 65),
     },
     ("flux", "fresh-edges:correction=linear"): {
         "exact": Ceiling(207, 5, 0, 10, 239, 82, 237, 103, copies=2),
-        "stale": Ceiling(241, 7, 0, 6, 346, 91, 428, 199),
+        "stale": Ceiling(241, 7, 0, 6, 252, 91, 362, 199),
     },
 }
 DAILY = {

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.gpu import count
 from benchmarks.gpu.denoisers import Denoiser
-from benchmarks.gpu.strategies import FakeRank
+from benchmarks.gpu.strategies import CFG, FakeRank
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.traffic import Booked, CommStats
 from tests.gpu.short_models import WORLD
@@ -29,7 +29,7 @@ MOST_LAUNCHES = {
     "displaced": 1.25,
     "pcpp": 1.25,
     "fresh-edges": 1.45,
-    "fresh-edges:correction=none": 1.45,
+    "fresh-edges:correction=none": 1.42,
     "fresh-edges:context=pooled": 1.6,
     "exact:ulysses=4": 1.15,
 }
@@ -40,8 +40,19 @@ MOST_HELD = {(SDXL, "fresh-edges"): 0.6e9, (FLUX, "fresh-edges"): 2.5e9, (FLUX, 
 MOST_ADDED = 6
 """Launches of an attention with stale keys and values above those of the plain one."""
 ATTENTIONS = {SDXL: 70, FLUX: 57}
-MOST_HOST_TIME = {"exact": 1.3, "fresh-edges": 1.55}
-"""Of the process in a steady step, of that of the plain model. The goal of `fresh-edges` is 1.5; the page has 1.51."""
+MOST_HOST_TIME = {
+    "exact": 1.3,
+    "exact:ulysses=4": 1.36,
+    "exact:attention=ring": 1.52,
+    "fresh-edges": 1.48,
+    "fresh-edges:correction=none": 1.42,
+    "fresh-edges:context=pooled": 1.5,
+}
+"""Of the process in a steady step, of that of the plain model. Goals: 1.3 of exact steps, 1.5 of `fresh-edges`.
+
+Two attentions miss the first. What torch takes for their exchanges and their kernels, which the plain model has not,
+adds 0.12 with Ulysses and 0.2 in a ring of four ranks.
+"""
 
 
 def rows(model: str) -> list[dict[str, Any]]:
@@ -94,9 +105,14 @@ def test_time_of_the_process() -> None:
     (section,) = (each for each in json.loads(PAGE.read_text()) if each["heading"] == count.HOST_TIME)
     steps, single = section["tables"]
     found = [(row, row["strategy"].strip("`")) for row in steps]
-    assert {row["model"] for row, strategy in found if strategy in MOST_HOST_TIME} == {"sdxl", "flux"}
+    for model, strategies in count.STRATEGIES.items():
+        assert {strategy for row, strategy in found if row["model"] == model} == set(strategies) - {CFG}
+    assert MOST_HOST_TIME.keys() <= {strategy for _, strategy in found}
     above = [row for row, strategy in found if number(row["of plain"]) > MOST_HOST_TIME.get(strategy, math.inf)]
     assert not above
+    for row, strategy in found:
+        lower, upper = map(number, row["quartiles"].split(" to "))
+        assert lower <= number(row["of plain"]) <= upper, strategy
     assert {number(row["Python, µs"]) <= count.PYTHON_GOAL for row in single} == {True}
 
 

@@ -61,17 +61,17 @@ def local_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 def samples(dtype: torch.dtype) -> tuple[Any, ...]:
     own = torch.randn(33, 4, 3, 40).to(dtype)
     last, before = ((own.float().mean(0) + number, own[::3] + number) for number in (1, 2))
-    return (own, *last, *before, None, torch.tensor(0.5), 3)
+    return (fit_tokens.empty_fit(own), own, *last, *before, None, torch.tensor(0.5), 3)
 
 
 def kept_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
     own = torch.randn(33, 4, 3, 40).to(dtype)
     last, before = ((own.float().mean(0) + number, own + number) for number in (1, 2))
-    return (own, *last, *before, torch.rand(4, 3), torch.tensor(0.5), 3)
+    return (fit_tokens.empty_fit(own), own, *last, *before, torch.rand(4, 3), torch.tensor(0.5), 3)
 
 
 def kept_samples(dtype: torch.dtype) -> tuple[Any, ...]:
-    *given, _, _, stride = samples(dtype)
+    _, *given, _, _, stride = samples(dtype)
     return (*given, stride, True)
 
 
@@ -87,7 +87,7 @@ def stale_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def centred_tokens(dtype: torch.dtype) -> tuple[Any, ...]:
-    own, *past, along, ratio, _ = kept_tokens(dtype)
+    _, own, *past, along, ratio, _ = kept_tokens(dtype)
     return (own, *past, along, ratio)
 
 

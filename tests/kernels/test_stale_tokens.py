@@ -20,6 +20,7 @@ from patchpar.shard.kernels.correct_tokens import (
 )
 from patchpar.shard.kernels.fit_matrices import center_tokens_eager, launch_center_tokens
 from patchpar.shard.kernels.fit_tokens import (
+    empty_fit,
     fit_tokens_eager,
     launch_fit_tokens,
     launch_sample_tokens,
@@ -73,7 +74,7 @@ def test_tokens_of_any_layout_are_copied(interpreted: Callable[..., Any]) -> Non
 
 
 def fit(
-    fit_tokens: Callable[..., Tensor],
+    fit_tokens: Callable[..., None],
     now: Tensor,
     past: list[Tensor],
     stride: int,
@@ -83,7 +84,9 @@ def fit(
     """The fit, and the samples afterwards, and how far tokens went, if an owner extrapolates."""
     past, along = [x.clone() for x in past], None if along is None else along.clone()
     given = [*past, *[None] * (4 - len(past))]
-    return [fit_tokens(now, *given, along, torch.tensor(ratio), stride), *past, *([] if along is None else [along])]
+    into = empty_fit(now)
+    fit_tokens(into, now, *given, along, torch.tensor(ratio), stride)
+    return [into, *past, *([] if along is None else [along])]
 
 
 @pytest.mark.parametrize("dtype", first_of(DTYPES, DTYPES[-1]))

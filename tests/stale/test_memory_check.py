@@ -143,7 +143,8 @@ def test_between_gpus_layouts_say_what_buffers_of_messages_take(strategy: str) -
         cache = bands.history.cache
         layouts = [entry.state.layout for call in cache._calls.values() for entry in call.entries.values()]
         tokens = sum(layout.num_bytes.total + layout.message_bytes for layout in layouts)
-        return tokens + max(layout.workspace_bytes for layout in layouts), cache.num_bytes().total
+        shared = max(each.workspace_bytes for each in layouts) + max(each.fit_bytes for each in layouts)
+        return tokens + shared, cache.num_bytes().total
 
     for found in stand_in.run(expected_and_held):
         assert isinstance(found, tuple), found

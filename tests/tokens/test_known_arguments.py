@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockRuns
-from patchpar.shard.transformer.known_arguments import KnownArguments
+from patchpar.shard.transformer.known_arguments import CutItems, KnownArguments
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
@@ -68,7 +69,7 @@ def test_our_tokens_are_those_that_a_look_at_every_leaf_finds(text: bool) -> Non
     looked_at = [x.own if isinstance(x, LocalTokens) else x for x in leaves]
     looked_at[3] = cut_runs(leaves[3], runs.inputs[3])
     wanted = with_leaves(form, looked_at)
-    own = earlier.own(kwargs, cut_runs)
+    own = earlier.own(kwargs, cut_runs, CutItems())
     assert own is not None
     assert own.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -97,7 +98,7 @@ def test_another_call_is_looked_at(change: str) -> None:
     runs = found()
     earlier = known(runs, call(runs))
     assert earlier is not None
-    assert earlier.own(call(runs) | CHANGES[change], cut_runs) is None
+    assert earlier.own(call(runs) | CHANGES[change], cut_runs, CutItems()) is None
 
 
 def test_tokens_that_have_been_gathered_are_looked_at() -> None:
@@ -105,7 +106,7 @@ def test_tokens_that_have_been_gathered_are_looked_at() -> None:
     earlier, kwargs = known(runs, call(runs)), call(runs)
     assert earlier is not None
     kwargs["hidden_states"].whole()
-    assert earlier.own(kwargs, cut_runs) is None
+    assert earlier.own(kwargs, cut_runs, CutItems()) is None
 
 
 def test_calls_of_which_more_is_computed_are_not_known() -> None:
@@ -119,3 +120,50 @@ def test_calls_of_which_more_is_computed_are_not_known() -> None:
     assert known(runs, {name: x for name, x in kwargs.items() if name != first}, kwargs[first]) is None
     counted = ArgumentRule(PLAN, inputs=RULE.inputs, counts=(4,), text=RULE.text)
     assert known(found(rule=counted), call(found(rule=counted))) is None
+
+
+def rotary_of_blocks(change: Callable[[Any], Any] = lambda rotary: rotary) -> tuple[int, Any, Any]:
+    """How often a tensor is cut in two blocks that get the same tuple, changed between them, and what both have."""
+    runs, items, cuts = found(), CutItems(), list[Tensor]()
+    kwargs = call(runs)
+    earlier = known(runs, kwargs)
+    assert earlier is not None
+
+    def cut(x: Tensor, wanted: Runs) -> Tensor:
+        cuts.append(x)
+        return cut_runs(x, wanted)
+
+    own = []
+    for _ in range(2):
+        block = earlier.own(kwargs, cut, items)
+        assert block is not None
+        own.append(block["image_rotary_emb"])
+        kwargs["image_rotary_emb"] = change(kwargs["image_rotary_emb"])
+    return len(cuts), *own
+
+
+def test_a_tuple_that_several_blocks_get_is_cut_once() -> None:
+    cuts, first, second = rotary_of_blocks()
+    assert cuts == 1, "the table; the second tensor has no tokens that are split"
+    assert second is first
+
+
+def test_a_tuple_whose_tensor_has_been_changed_is_cut_again() -> None:
+    def changed(rotary: Any) -> Any:
+        rotary[0].add_(1)
+        return rotary
+
+    cuts, first, second = rotary_of_blocks(changed)
+    assert cuts == 2
+    assert second is not first
+
+
+def test_another_tuple_of_the_same_tensors_is_cut_again() -> None:
+    cuts, *_ = rotary_of_blocks(lambda rotary: (rotary[0], rotary[1] + 1))
+    assert cuts == 2
+
+
+def test_tensors_without_versions_are_cut_in_every_block() -> None:
+    with torch.inference_mode():
+        cuts, *_ = rotary_of_blocks()
+    assert cuts == 2

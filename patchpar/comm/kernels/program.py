@@ -18,6 +18,8 @@ KERNELS_KEPT = 4096  # of arguments that differ in a type, an alignment or a num
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for pointers that are multiples of it, and one for others
 LEAST_TRITON = (3, 3)
 """Triton from which programs take tuples, and compiled kernels the constants of their programs, in their order."""
+Compiled = tuple[Any, tuple[int, ...], tuple[Any, ...]]
+"""A compiled kernel with its grid and all arguments: `kernel[grid](*arguments)` launches it again."""
 
 
 class Program:
@@ -29,11 +31,12 @@ class Program:
 
     def launch(
         self, grid: tuple[int, ...], tensors: tuple[Any, ...], numbers: tuple[Any, ...] = (), **constants: Any
-    ) -> None:
+    ) -> Compiled | None:
         """Launch it. `tensors`, of any shape, of its first parameters: also None, or tuples of tensors.
 
         `numbers` are of the next ones; `constants` of the others, and Triton's options. A kernel is known again by all
-        of these, and by what Triton compiles it for of tensors.
+        of these, and by what Triton compiles it for of tensors. Returns what launches it again; None if that was the
+        first launch.
         """
         first = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0][0]
         facts = [grid, numbers, first.get_device(), *constants.values()]
@@ -46,9 +49,11 @@ class Program:
         known = self._kernels.get(key)
         if known is None:
             self.launch_for(key, numbers, grid, *tensors, **constants)
-        else:  # as `launched_again`, without a call in every launch
-            kernel, whole_grid, last = known
-            kernel[whole_grid](*tensors, *last)
+            return None
+        kernel, whole_grid, last = known  # as `launched_again`, without a call in every launch
+        values = *tensors, *last
+        kernel[whole_grid](*values)
+        return kernel, whole_grid, values
 
     def launched_again(self, key: Hashable, *args: Any) -> bool:
         """Launch the kernel that is known by `key`, and return whether one is. `args`: those that the key is not of."""

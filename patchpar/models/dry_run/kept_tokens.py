@@ -70,7 +70,7 @@ def _of_patches(policy: ExchangePolicy, patches: int, attentions: Attentions, *,
         elif policy.context is not None:
             layout = _layout(policy, policy.context, size, patches, late=late)
             total += count * (layout.num_bytes.total + layout.message_bytes)
-            shared = max(shared, layout.workspace_bytes + layout.window_bytes)
+            shared = max(shared, layout.workspace_bytes + layout.fit_bytes + layout.window_bytes)
     return total + shared
 
 

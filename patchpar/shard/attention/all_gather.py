@@ -23,7 +23,6 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.attention_memory import Made
 from patchpar.shard.attention.partial import Partial, attend_others, attend_own, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.sdpa import AttentionCall
 
 
 def pack_tokens(tensors_BNlD: Sequence[Tensor], *, into: Tensor | None = None) -> Tensor:
@@ -81,9 +80,8 @@ def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQ
 
 def attend_to_all(shared: ShardedQKV, k_BMLD: Tensor, v_BMLD: Tensor) -> Tensor:
     """Return the output [B, N, c + l, D] of this rank's queries, from the keys and values of the whole sequence."""
-    query, mask = shared.q_BNlD, None if shared.mask is None else shared.mask_of_own
-    gqa = query.shape[1] != k_BMLD.shape[1]
-    return AttentionCall(query, k_BMLD, v_BMLD, mask, 0.0, False, shared.scale, gqa, shared.kernel).run()
+    mask = None if shared.mask is None else shared.mask_of_own
+    return shared.attend_to(shared.q_BNlD, k_BMLD, v_BMLD, mask)
 
 
 def _attend_gathered_unevenly(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:

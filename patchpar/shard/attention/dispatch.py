@@ -39,5 +39,6 @@ def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: 
         mode = attend_in_parts if overlaps else mode
     if keys.ulysses == 1:
         return mode(comm, axis, where, shared)
-    keys.check_group_size(axis.size)
+    if axis.size % keys.ulysses:
+        keys.check_group_size(axis.size)  # which raises, without a call in every attention
     return attend_by_heads(comm, axis, where, shared, degree=keys.ulysses, between=mode)

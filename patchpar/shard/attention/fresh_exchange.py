@@ -65,6 +65,10 @@ def _text_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteT
 
 def _fits_of_all(patch: LocalPatch, where: str, attended: Tensor, state: RemoteTokens) -> Work[Any]:
     """Start to gather the corrections, [2, B, N, numbers] of each rank."""
+    rows = None if patch.cache is None else state.fit_rows(patch.cache.fits)
+    if rows is not None:
+        state.fit(attended, patch.step_ratio, rows[1])
+        return patch.comm.all_gather(patch.axis, "correction", where, rows[1], into=rows[0])
     own = state.fit(attended, patch.step_ratio)
     if state.fits_are_equal:
         return patch.comm.all_gather(patch.axis, "correction", where, own)

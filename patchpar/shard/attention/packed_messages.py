@@ -15,7 +15,7 @@ from patchpar.comm.transport import TensorSpec
 from patchpar.comm.transport.message_memory import MessageMemory
 from patchpar.plan.kv_selection import PooledRows
 from patchpar.shard.attention.token_messages import DeltaMessages, TokenMessages
-from patchpar.shard.kernels.pack_tokens import UNIT, Window, WindowRun, pack_tokens, run_numbers
+from patchpar.shard.kernels.pack_tokens import UNIT, Window, WindowRun, repeated_packing, run_numbers
 from patchpar.shard.stale.quantized_delta import delta_specs
 from patchpar.shard.stale.stale_layout import StaleLayout
 from patchpar.shard.stale.token_grid import windows_of
@@ -33,7 +33,7 @@ class PackedTokens:
         runs = runs or (WindowRun(0, len(windows), ((0, 0),)),)
         self._pool = max(max(window.rows, window.columns) for window in windows)
         self._runs, self._num_runs = tuple(run_numbers(runs)), len(runs)
-        self._size = len(windows) * len(Window._fields)
+        self._size, self._pack = len(windows) * len(Window._fields), repeated_packing()
         self.numbers = (*(number for window in windows for number in window), *self._runs)
 
     def use(self, numbers: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class PackedTokens:
 
     def write(self, buffer: Tensor, tokens: Tensor, copy: Tensor | None = None, bits: int = 16) -> None:
         """Write averages of `tokens` [l, 2, B, N, D], or their differences to a `copy`, to `buffer` [bytes]."""
-        pack_tokens(buffer, tokens, copy, self._windows, self._table, self._runs, self._pool, bits)
+        self._pack(buffer, tokens, copy, self._windows, self._table, self._runs, self._pool, bits)
 
 
 class PackedMessages(DeltaMessages):

@@ -6,7 +6,7 @@ in ring attention (Liu et al., arXiv:2310.01889).
 Shape letters: B batch, N query heads, M key heads, l queries, k keys of a part, D head width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import NamedTuple
 
@@ -36,16 +36,24 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
     assert first is not None, "attention over no keys"
     if not is_fused(first.out_BNlD):
         return Partial(*merge_in_turn(chain([first], parts)))
-    if not (others := list(parts)):
+    outs, lses = [first.out_BNlD], [first.lse_BNl]
+    for out_BNlD, lse_BNl in parts:
+        outs.append(out_BNlD)
+        lses.append(lse_BNl)
+    if len(outs) == 1:
         return first
-    outs, lses = (laid_alike(tensors) for tensors in zip(first, *others, strict=True))
+    outs, lses = laid_alike(outs), laid_alike(lses)
     return Partial(*merge_attention(outs[0], lses[0], outs[1:], lses[1:]))
 
 
-def laid_alike(tensors: Sequence[Tensor]) -> list[Tensor]:
+def laid_alike(tensors: list[Tensor]) -> list[Tensor]:
     """Return tensors, all of the same shape, in one memory layout: they have it where they are of one kernel."""
-    if len({x.stride() for x in tensors}) == 1:
-        return list(tensors)
+    strides = tensors[0].stride()
+    for x in tensors:  # a comprehension were a call, in every merge
+        if x.stride() != strides:
+            break
+    else:
+        return tensors
     layout = torch.empty_like(tensors[0])
     return [x if x.stride() == layout.stride() else torch.empty_like(layout).copy_(x) for x in tensors]
 

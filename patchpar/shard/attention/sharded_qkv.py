@@ -17,6 +17,7 @@ from torch import Tensor
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.attention.attention_memory import AttentionMemory, Made
+from patchpar.shard.sdpa import TORCHS
 
 T = TypeVar("T")
 
@@ -75,6 +76,14 @@ class ShardedQKV(_Arguments):
         if queries[1] % keys[1]:
             raise UnsupportedModel(f"{queries[1]} query heads cannot share {keys[1]} key heads evenly")
         return self
+
+    def attend_to(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the output [B, n, q, D] of queries to keys and values [B, m, k, D], by the kernel of this call."""
+        attend = TORCHS if self.kernel is None else self.kernel
+        gqa = query.shape[1] != key.shape[1]
+        return attend(
+            query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=self.scale, enable_gqa=gqa
+        )
 
     @property
     def total(self) -> int:

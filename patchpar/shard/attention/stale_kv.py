@@ -26,7 +26,7 @@ from patchpar.shard.attention.packed_messages import PackedMessages, messages_of
 from patchpar.shard.attention.stale_partials import KeysValues
 from patchpar.shard.attention.token_buffer import TokenViews, attend_to_tokens
 from patchpar.shard.kernels.correct_matrices import correct_by_matrices, correct_matrices
-from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, table_of
+from patchpar.shard.kernels.correct_tokens import RunOfRanks, correct_run, correct_tokens, repeated_correction, table_of
 from patchpar.shard.kernels.write_tokens import write_tokens
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.correction import OwnPast, OwnTokens, numbers_of
@@ -58,7 +58,7 @@ class RemoteTokens:
         self._flat_runs = tuple(number for run in self._runs for number in run)
         self._messages = messages_of(layout, like)
         self._table = self._put_on(like.device)
-        self._bias, self._views = self._make_bias(like), TokenViews()
+        self._bias, self._views, self._correct = self._make_bias(like), TokenViews(), repeated_correction()
         self._past = OwnPast(self.options.correction, extrapolated=self.options.extrapolated, kept=self._kept_own())
 
     def _new_newest(self, like: Tensor) -> Tensor:
@@ -120,9 +120,7 @@ class RemoteTokens:
 
         To the message as well, where all own tokens are sent as they are.
         """
-        attended = self._kept
-        if attended is None:
-            attended = self._workspace.take(self._shape, here.k_BlND)
+        attended = self._workspace.take(self._shape, here.k_BlND) if self._kept is None else self._kept
         return self._written(attended, self._slots, here)
 
     def write_fresh(self, here: KeysValues) -> Tensor:
@@ -191,12 +189,22 @@ class RemoteTokens:
         if received:
             self._messages.arrived(received, self._newest)
 
-    def fit(self, attended: Tensor, ratio: Tensor) -> Tensor:
-        """Return the correction of this rank's tokens to send, [2, B, N, numbers].
+    def fit(self, attended: Tensor, ratio: Tensor, into: Tensor | None = None) -> Tensor:
+        """Return the correction of this rank's tokens to send, [2, B, N, numbers], in `into` if that is given.
 
-        Call it once for each step. `ratio`: length of this step over that of the last, a scalar in fp32.
+        Once for each step. `ratio`: length of this step over that of the last, a scalar in fp32.
         """
-        return self._past.fit(self._own(attended), ratio)
+        return self._past.fit(self._own(attended), ratio, into)
+
+    def fit_rows(self, memory: Workspace) -> tuple[Tensor, Tensor] | None:
+        """Return memory for the corrections of all ranks [P, 2, B, N, numbers], and this rank's part of it.
+
+        None where each rank's are sent from memory of their own.
+        """
+        if not self.layout.fit_bytes:
+            return None
+        rows = memory.take((self.axis.size, *self.fit_specs[0].shape), self._newest)
+        return rows, self._views.row(rows, self.axis.rank)
 
     @cached_property
     def fit_specs(self) -> tuple[TensorSpec, ...]:
@@ -218,7 +226,7 @@ class RemoteTokens:
             return
         if self.options.correction != "linear":
             assert fits is None or isinstance(fits, Tensor), "affine fits are of equal shapes"
-            correct_tokens(attended, self._newest, self._previous, fits, ratio, self._table, self._flat_runs)
+            self._correct(attended, self._newest, self._previous, fits, ratio, self._table, self._flat_runs)
             return
         assert fits is not None
         if isinstance(fits, Tensor) and fits.shape[-1] == numbers_of("linear", self._token[-1]):

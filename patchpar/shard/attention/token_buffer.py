@@ -20,6 +20,7 @@ class TokenViews:
         self._keys: tuple[Tensor, Tensor, Tensor] | None = None
         self._part: tuple[Tensor, Tensor] | None = None
         self._rows: tuple[Tensor, Tensor, Tensor] | None = None
+        self._row: tuple[Tensor, Tensor] | None = None
         self._mask: Tensor | None = None
 
     def keys_values(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,6 +42,12 @@ class TokenViews:
             self._rows = tokens, tokens.narrow(0, start, slots.total - start), slots.of(tokens, group_rank)
         return self._rows[1:]
 
+    def row(self, rows: Tensor, group_rank: int) -> Tensor:
+        """Return the row of one rank, always the same, of `rows` [P, ...] of all ranks."""
+        if self._row is None or self._row[0] is not rows:
+            self._row = rows, rows[group_rank]
+        return self._row[1]
+
     def mask(self, bias: Tensor, queries: int) -> Tensor:
         """Return the logit bias of tokens, always the same [T], for so many queries: [1, 1, q, T]."""
         if self._mask is None or self._mask.shape[2] != queries:
@@ -59,10 +66,7 @@ def attend_to_tokens(
 ) -> Tensor:
     """Return attention [B, N, q, D] of the call's queries to `tokens` [T, 2, B, N, D]; `mask` has their columns."""
     key, value = keys_values(tokens) if views is None else views.keys_values(tokens)
-    gqa = call.query.shape[1] != key.shape[1]
-    return AttentionCall(
-        call.query, key, value, mask, call.dropout_p, call.is_causal, call.scale, gqa, call.kernel
-    ).run()
+    return call.attend_to(key, value, mask)
 
 
 def in_batches(tokens: Tensor) -> KeysValues:

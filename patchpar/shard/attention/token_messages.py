@@ -22,6 +22,14 @@ class _Received(NamedTuple):
     whole: Tensor | None
 
 
+class _Taken(NamedTuple):
+    """Tokens `own` [l, 2, B, N, D] and what is sent of them, by receivers. `are_views`: the same in every step."""
+
+    own: Tensor
+    outgoing: list[tuple[tuple[int, ...], tuple[Tensor, ...]]]
+    are_views: bool
+
+
 class TokenMessages:
     """The exchange of tokens as they are, of one exchange point. A message has a tensor for each piece of tokens.
 
@@ -38,20 +46,29 @@ class TokenMessages:
         # sends, but where attended tokens are joined, small messages may wait for others.
         self._copies = not self._holds_own and (layout.joins or not layout.may_wait)
         self._received: _Received | None = None
+        self._taken: _Taken | None = None
 
     def part(self, own: Tensor, newest: Tensor) -> ExchangePart:
         """Return what is sent of this rank's tokens `own` [l, 2, B, N, D], and received into `newest` [T, 2, B, N, D].
 
         `own` must not change meanwhile, unless attention reads other memory than what is received.
         """
+        if self._taken is None or self._taken.own is not own:
+            self._taken = self._take(own)
+        if self._received is None or self._received.buffer is not newest:
+            self._received = self._receiving(newest)
+        _, specs, into, whole = self._received
+        sent, self._taken = self._taken.outgoing, self._taken if self._taken.are_views else None
+        return ExchangePart("kv", sent, specs, into, self._axis, self._to_all, at_once=True, whole=whole)
+
+    def _take(self, own: Tensor) -> _Taken:
         outgoing = [
             (peers, tuple([self._message(own, piece) for piece in pieces]))
             for pieces, peers in self._layout.receivers.items()
         ]
-        if self._received is None or self._received.buffer is not newest:
-            self._received = self._receiving(newest)
-        _, specs, into, whole = self._received
-        return ExchangePart("kv", outgoing, specs, into, self._axis, self._to_all, at_once=True, whole=whole)
+        memory = own.untyped_storage()._cdata
+        views = all(x.untyped_storage()._cdata == memory for _, tensors in outgoing for x in tensors)
+        return _Taken(own, outgoing, are_views=views)
 
     def _receiving(self, newest: Tensor) -> _Received:
         layout, mine = self._layout, self._axis.rank

@@ -20,9 +20,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_to_all
 from patchpar.shard.attention.attention_memory import Made
-from patchpar.shard.attention.head_exchange import HeadExchange, Qkv, TokenBuffers, head_exchange
+from patchpar.shard.attention.head_exchange import HeadExchange, TokenBuffers, head_exchange
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.sdpa import AttentionCall
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
@@ -42,7 +41,7 @@ def attend_by_heads(
     if shared.memory is not None:
         shared.memory.free(plan.tokens.sent.buffer)
     if across.size == 1 and shared.mask is None:
-        out_BnLD = _attend(shared, qkv)
+        out_BnLD = shared.attend_to(*qkv, None)
     else:
         q_BnLD, k_BmLD, v_BmLD = qkv
         inner = shared._replace(
@@ -52,13 +51,6 @@ def attend_by_heads(
         out_BnLD = attend_to_all(inner, k_BmLD, v_BmLD) if alone else between(comm, across, where, inner)
     outputs = shared.buffers((exchange, like.dtype), partial(exchange.output_buffers, like))
     return exchange.to_tokens(comm, where, out_BnLD, outputs)
-
-
-def _attend(shared: ShardedQKV, qkv: Qkv) -> Tensor:
-    """Return attention [B, n, c + t, D] of all tokens for the own heads, without a mask."""
-    query, key, value = qkv
-    gqa = query.shape[1] != key.shape[1]
-    return AttentionCall(query, key, value, None, 0.0, False, shared.scale, gqa, shared.kernel).run()
 
 
 class _Plan(NamedTuple):

@@ -12,13 +12,14 @@ values; batch), N heads, D head width. Buffers are [T, X, N, D], in the order of
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Compiled, Program
+from patchpar.comm.kernels.repeated_op import RepeatedOp
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -110,7 +111,7 @@ def correct_run(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tens
 _CORRECT_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "correct_tokens_program")
 
 
-def launch_correct_tokens(
+def _launch_correct(
     attended: Tensor,
     newest: Tensor,
     previous: Tensor | None,
@@ -118,13 +119,13 @@ def launch_correct_tokens(
     ratio: Tensor,
     table: Tensor,
     runs: Sequence[int],
-) -> None:
+) -> Compiled | None:
     """Launch the kernel for `attended` [T, X, N, D]: a program for a few tokens of each rank and head. See the twin."""
     width = newest.shape[-1]
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
     heads = math.prod(newest.shape[1:-1])
-    _CORRECT_TOKENS.launch(
+    return _CORRECT_TOKENS.launch(
         (-(-most_tokens(tuple(runs)) // rows), heads, table.shape[0]),
         (attended, newest, newest if previous is None else previous, newest if fits is None else fits, ratio, table),
         (),
@@ -134,6 +135,11 @@ def launch_correct_tokens(
         EXTRAPOLATES=previous is not None,
         CORRECTS=fits is not None,
     )
+
+
+def launch_correct_tokens(*args: Any) -> None:
+    """Launch the kernel: see the twin."""
+    _launch_correct(*args)
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
@@ -149,6 +155,11 @@ correct_tokens = fused_op(
     launch=launch_correct_tokens,
     fake=nothing,
 )
+
+
+def repeated_correction() -> RepeatedOp:
+    """Return `correct_tokens` for one exchange point."""
+    return RepeatedOp(correct_tokens, _launch_correct)
 
 
 def extrapolate_tokens_eager(
@@ -168,14 +179,14 @@ def extrapolate_tokens_eager(
 _EXTRAPOLATE_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "extrapolate_tokens_program")
 
 
-def launch_extrapolate_tokens(
+def _launch_extrapolation(
     into: Tensor, newest: Tensor, previous: Tensor, along: Tensor | None, ratio: Tensor
-) -> None:
+) -> Compiled | None:
     """Launch the kernel for `newest` [l, X, N, D]: a program for a few tokens of each head. See the twin."""
     width, tokens = newest.shape[-1], newest.shape[0]
     columns = power_of_2(width)
     rows = max(1, TILE // columns)
-    _EXTRAPOLATE_TOKENS.launch(
+    return _EXTRAPOLATE_TOKENS.launch(
         (-(-tokens // rows), math.prod(newest.shape[1:-1])),
         (into, newest, previous, ratio if along is None else along, ratio),
         (tokens,),
@@ -186,9 +197,19 @@ def launch_extrapolate_tokens(
     )
 
 
+def launch_extrapolate_tokens(*args: Any) -> None:
+    """Launch the kernel: see the twin."""
+    _launch_extrapolation(*args)
+
+
 extrapolate_tokens = fused_op(
     "extrapolate_tokens(Tensor(a!) into, Tensor newest, Tensor previous, Tensor? along, Tensor ratio) -> ()",
     eager=extrapolate_tokens_eager,
     launch=launch_extrapolate_tokens,
     fake=nothing,
 )
+
+
+def repeated_extrapolation() -> RepeatedOp:
+    """Return `extrapolate_tokens` for one exchange point."""
+    return RepeatedOp(extrapolate_tokens, _launch_extrapolation)

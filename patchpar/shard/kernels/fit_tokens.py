@@ -13,13 +13,14 @@ Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), 
 [X, N, 1 + 2 D]: for each head the fraction of the line, a scale and a shift of each channel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Compiled, Program
+from patchpar.comm.kernels.repeated_op import RepeatedOp
 from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
@@ -30,6 +31,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def fit_tokens_eager(
+    into: Tensor,
     own: Tensor,
     mean: Tensor,
     tokens: Tensor,
@@ -38,8 +40,8 @@ def fit_tokens_eager(
     along: Tensor | None,
     ratio: Tensor,
     stride: int,
-) -> Tensor:
-    """Return the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D], and make these, or samples of them, the last ones.
+) -> None:
+    """Write the fit of tokens `own` [l, X, N, D] to `into` [X, N, 1 + 2 D]; make these, or samples, the last ones.
 
     `mean` [X, N, D] in fp32 and `tokens` [s, X, N, D], every `stride`-th, or all of them [l, X, N, D], are of the step
     before; `mean_before` and `tokens_before`, of the one before that, become them, where tokens are extrapolated: by
@@ -59,7 +61,7 @@ def fit_tokens_eager(
     make_last(
         own if tokens.shape[0] == num_tokens else own[::stride], now_mean, mean, tokens, mean_before, tokens_before
     )
-    return torch.cat([held.along.unsqueeze(-1), scale, shift], -1).to(own.dtype)
+    into.copy_(torch.cat([held.along.unsqueeze(-1), scale, shift], -1))
 
 
 class HeldTokens(NamedTuple):
@@ -137,7 +139,8 @@ def _centred(x_sXND: Tensor) -> Tensor:
 _FIT_TOKENS = Program("patchpar.shard.kernels.programs.fit_tokens", "fit_tokens_program")
 
 
-def launch_fit_tokens(
+def _launch_fit(
+    into: Tensor,
     own: Tensor,
     mean: Tensor,
     tokens: Tensor,
@@ -146,11 +149,11 @@ def launch_fit_tokens(
     along: Tensor | None,
     ratio: Tensor,
     stride: int,
-) -> Tensor:
-    """Launch the kernel for `own` [l, X, N, D]: a program for each head of keys or values of a sample. See the twin."""
-    packed, width = empty_fit(own), own.shape[-1]
+) -> Compiled | None:
+    """Launch the kernel: a program for each head of keys or values of a sample. See `launch_fit_tokens`."""
+    width = own.shape[-1]
     columns = power_of_2(width)
-    _FIT_TOKENS.launch(
+    return _FIT_TOKENS.launch(
         (mean.numel() // width,),
         (
             own,
@@ -160,7 +163,7 @@ def launch_fit_tokens(
             tokens if tokens_before is None else tokens_before,
             mean if along is None else along,
             ratio,
-            packed,
+            into,
         ),
         (own.shape[0], stride, own.stride(0)),
         RIDGE=RIDGE,
@@ -175,21 +178,30 @@ def launch_fit_tokens(
         KEEPS_ALL=tokens.shape[0] == own.shape[0],
         num_warps=8,
     )
-    return packed
 
 
-def empty_fit(own: Tensor, *_: object) -> Tensor:
+def launch_fit_tokens(*args: Any) -> None:
+    """Launch the kernel: see the twin."""
+    _launch_fit(*args)
+
+
+def empty_fit(own: Tensor) -> Tensor:
     """Return an empty tensor for the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D]."""
     return own.new_empty((*own.shape[1:-1], 1 + 2 * own.shape[-1]))
 
 
 fit_tokens = fused_op(
-    "fit_tokens(Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, Tensor(d!)? tokens_before, "
-    "Tensor(e!)? along, Tensor ratio, int stride) -> Tensor",
+    "fit_tokens(Tensor(f!) into, Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, "
+    "Tensor(d!)? tokens_before, Tensor(e!)? along, Tensor ratio, int stride) -> ()",
     eager=fit_tokens_eager,
     launch=launch_fit_tokens,
-    fake=empty_fit,
+    fake=nothing,
 )
+
+
+def repeated_fit() -> RepeatedOp:
+    """Return `fit_tokens` for one exchange point."""
+    return RepeatedOp(fit_tokens, _launch_fit)
 
 
 def sample_tokens_eager(

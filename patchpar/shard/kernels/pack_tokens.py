@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Compiled, Program
+from patchpar.comm.kernels.repeated_op import RepeatedOp
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.kernels.quantize_delta import most_of, quantize_delta
 from patchpar.shard.precision import wide
@@ -106,7 +107,7 @@ _AVERAGE_TOKENS = Program("patchpar.shard.kernels.programs.pack_tokens", "averag
 _QUANTIZE_TOKENS = Program("patchpar.shard.kernels.programs.pack_tokens", "quantize_tokens_program")
 
 
-def launch_pack_tokens(
+def _launch_packing(
     buffer: Tensor,
     own: Tensor,
     copy: Tensor | None,
@@ -115,12 +116,12 @@ def launch_pack_tokens(
     runs: Sequence[int],
     pool: int,
     bits: int,
-) -> None:
+) -> Compiled | None:
     """Launch the kernel: a program for a few windows of each run and head. All tensors are contiguous. See the twin."""
     width, length = own.shape[-1], table.shape[1]
     grid, rows = _grid_of(tuple(runs), length, math.prod(own.shape[1:-1]), width)
     if copy is None:
-        _AVERAGE_TOKENS.launch(
+        return _AVERAGE_TOKENS.launch(
             grid,
             (buffer, own, windows, table),
             (length,),
@@ -129,8 +130,7 @@ def launch_pack_tokens(
             COLUMNS=power_of_2(width),
             ROWS=rows,
         )
-        return
-    _QUANTIZE_TOKENS.launch(
+    return _QUANTIZE_TOKENS.launch(
         grid,
         (buffer, own, copy, windows, table),
         (length,),
@@ -141,6 +141,11 @@ def launch_pack_tokens(
         PAIRS=power_of_2(-(-width // 2)),
         ROWS=rows,
     )
+
+
+def launch_pack_tokens(*args: Any) -> None:
+    """Launch the kernel: see the twin."""
+    _launch_packing(*args)
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
@@ -157,3 +162,8 @@ pack_tokens = fused_op(
     launch=launch_pack_tokens,
     fake=nothing,
 )
+
+
+def repeated_packing() -> RepeatedOp:
+    """Return `pack_tokens` for one exchange point."""
+    return RepeatedOp(pack_tokens, _launch_packing)

@@ -46,6 +46,7 @@ class StaleCache:
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
         self.workspace, self._arriving = Workspace(), [Workspace() for _ in range(NUM_BUFFERS)]
+        self.fits = Workspace()  # corrections of all ranks, of use until the attention that reads them
         self._calls: dict[int, GuidanceCall] = {}
         self._call = GuidanceCall(SendWindow(self._arriving))
         self._parked: list[tuple[int, GuidanceCall]] = []  # with their numbers; the one parked last is the last
@@ -221,7 +222,7 @@ class StaleCache:
         entries = [entry for call in self._calls.values() for entry in call.entries.values()]
         yield from (x for entry in entries for each in (entry.tensors(), entry.arriving()) for x in each)
         yield from (x for memory in self._memories(self._calls.values()) for x in memory.tensors())
-        yield from (x for buffer in (self.workspace, *self._arriving) for x in buffer.tensors())
+        yield from (x for buffer in (self.workspace, self.fits, *self._arriving) for x in buffer.tensors())
         yield self.drift
 
     def _memories(self, calls: Iterable[GuidanceCall]) -> Iterator[MessageMemory]:
@@ -232,7 +233,8 @@ class StaleCache:
         """Return the bytes stored for the next step, or parked; storage shared by several tensors counts once."""
         calls = [*self._calls.values(), *(call for _, call in self._parked)]
         entries = [entry for call in calls for entry in call.entries.values()]
-        held = [*(x for entry in entries for x in entry.tensors()), *self.workspace.tensors()]
+        held = [x for entry in entries for x in entry.tensors()]
+        held += [x for buffer in (self.workspace, self.fits) for x in buffer.tensors()]
         held += [x for memory in self._memories(calls) for x in memory.tensors()]
         arriving = [x for entry in entries for x in entry.arriving()]
         arriving += [x for buffer in self._arriving for x in buffer.tensors()]

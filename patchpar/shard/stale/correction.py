@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.exchange_policy import Correction
-from patchpar.shard.kernels.correct_tokens import extrapolate_tokens
+from patchpar.shard.kernels.correct_tokens import repeated_extrapolation
 from patchpar.shard.kernels.fit_matrices import center_tokens
-from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, fit_tokens, sample_tokens
+from patchpar.shard.kernels.fit_tokens import LEAST_BEFOREHAND, empty_fit, repeated_fit, sample_tokens
 
 SAMPLE = 256  # tokens that suffice for a scale a channel
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
@@ -107,6 +107,7 @@ class OwnPast:
         self._kept = kept
         self._last: FitSamples | None = None
         self._before: FitSamples | None = None
+        self._fit, self._extrapolate = repeated_fit(), repeated_extrapolation()
         self._along: Tensor | None = None  # fraction of the line in the last step, where this rank extrapolates
 
     def remember(self, own_lXND: Tensor, *, continues: bool, ratio: Tensor | None = None) -> None:
@@ -139,22 +140,24 @@ class OwnPast:
         if before is not None:
             self._along = own_lXND.new_empty(own_lXND.shape[1:-1], dtype=torch.float32)
 
-    def fit(self, own_lXND: Tensor, ratio: Tensor) -> Tensor:
+    def fit(self, own_lXND: Tensor, ratio: Tensor, into: Tensor | None = None) -> Tensor:
         """Return the fit [X, N, numbers] of this step's tokens [l, X, N, D] for the other ranks, and sample these.
 
-        `ratio`: length of this step over that of the last, a scalar in fp32.
+        `ratio`: length of this step over that of the last, a scalar in fp32. `into`: memory for it, but for matrices.
         """
         assert self._last is not None, "the step before has been remembered"
         last, before = self._last, self._before
         if self._kind == "affine":
-            return fit_tokens(own_lXND, *last, *(before or (None, None)), self._along, ratio, self._stride)
+            into = empty_fit(own_lXND) if into is None else into
+            self._fit(into, own_lXND, *last, *(before or (None, None)), self._along, ratio, self._stride)
+            return into
         read = center_tokens(own_lXND, *last, *(before or (None, None)), self._along, ratio)
         return packed_matrices(*read, own_lXND.dtype)
 
     def extrapolate(self, into_lXND: Tensor, kept: OwnTokens, ratio: Tensor) -> None:
         """Write tokens that are kept, as they are expected to be in this step, to `into_lXND` [l, X, N, D]."""
         assert kept.before is not None
-        extrapolate_tokens(into_lXND, *kept, self._along, ratio)
+        self._extrapolate(into_lXND, *kept, self._along, ratio)
 
     def numbers(self, tokens: int, width: int) -> int:
         """Return how many numbers a rank with so many tokens sends for each head of this width."""

@@ -19,7 +19,7 @@ from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.kernels.quantize_delta import SCALE
 from patchpar.shard.stale.cache import StaleBytes
-from patchpar.shard.stale.correction import kind_for, stride_for
+from patchpar.shard.stale.correction import kind_for, numbers_of, stride_for
 from patchpar.shard.stale.send_window import NUM_BUFFERS
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
@@ -125,8 +125,8 @@ class StaleLayout:
     def num_bytes(self) -> StaleBytes:
         """What the exchange point stores, in bytes.
 
-        Beside that are `message_bytes`. Where `derived`, all exchange points share `workspace_bytes`; where `is_late`,
-        `window_bytes` too.
+        Beside that are `message_bytes`. All exchange points share `fit_bytes`; where `derived`, `workspace_bytes` too,
+        and where `is_late`, `window_bytes`.
         """
         options, size = self.options, prod(self.token) * self.itemsize
         tokens = 0 if self.derived else self.attended.total
@@ -169,6 +169,17 @@ class StaleLayout:
         """Bytes of what attention reads, where that is not what is received."""
         return self.attended.total * prod(self.token) * self.itemsize if self.derived else 0
 
+    @cached_property
+    def fit_bytes(self) -> int:
+        """Bytes of the corrections of all ranks, where one operation gathers them in memory that exchange points share.
+
+        Not of matrices, which are made anew.
+        """
+        if self.options.correction != "affine" or not self.may_wait:
+            return 0
+        numbers = prod(self.token[:-1]) * numbers_of("affine", self.token[-1])
+        return self.axis.size * numbers * self.itemsize
+
     @property
     def window_bytes(self) -> int:
         """Bytes that are received into by the exchange points of a window, where they send late."""
@@ -192,7 +203,8 @@ def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
     """Return the bytes of stale keys and values of a call with the attention of so many such layers."""
     one = layout.num_bytes
     arriving = round(one.arriving * layers) + layout.window_bytes
-    return StaleBytes(round((one.held + layout.message_bytes) * layers) + layout.workspace_bytes, arriving)
+    shared = layout.workspace_bytes + layout.fit_bytes
+    return StaleBytes(round((one.held + layout.message_bytes) * layers) + shared, arriving)
 
 
 def check_room(expected: StaleBytes, group_size: int, device: torch.device, strategy: str, what: str) -> None:

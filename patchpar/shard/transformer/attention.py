@@ -155,8 +155,9 @@ def _attend_with_others(
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return call._replace(attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
-    if split.patch is not None and runs.runs[0][0].keys is not None:  # a text alone is never stale
-        entry = split.patch.entry(where, split.patch.policy.context)
+    patch = split.patch
+    if patch is not None and patch.cache is not None and runs.runs[0][0].keys is not None:  # a text is never stale
+        entry = patch.entry(where, patch.policy.context)
         if entry is not None:
             return _attend_with_past(split, where, runs.rows, call, placed, entry)
     if _fits_a_mode(call, queries, keys):

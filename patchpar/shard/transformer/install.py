@@ -156,7 +156,7 @@ class _BlockHook(_ShardHook):
         """Return the begun call of the block, and its arguments for our tokens; None where it is not split."""
         known, splits_text = self._known, call.split.text
         if known is not None and not args and known.splits_text == splits_text:
-            own = known.own(kwargs, call.cut)
+            own = known.own(kwargs, call.cut, call.items)
             if own is not None:
                 return call.begin_block(self.path, known.found), args, own
         leaves, form = leaves_and_form((args, kwargs))

@@ -56,6 +56,44 @@ class _Other(NamedTuple):
 _Known = _Tokens | _Items | _Other
 
 
+class _CutItems(NamedTuple):
+    """Items of an argument `whole`, and our tokens of them. `versions`: of its tensors, when they were cut."""
+
+    whole: tuple[Any, ...]
+    items: tuple[_Item, ...]
+    versions: tuple[tuple[Tensor, int], ...]
+    own: tuple[Any, ...]
+
+
+class CutItems:
+    """Our tokens of arguments that are tuples, such as rotary embeddings, which all blocks of a call get.
+
+    Cut once, of use while the argument is the same object and no tensor in it has been changed.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, _CutItems] = {}  # by the id of the argument
+
+    def own(self, whole: Any, known: _Items, cut: Cut) -> Any:
+        """Return an argument with items of our tokens only; None where they are not like the known ones."""
+        found = self._found.get(id(whole))
+        if found is not None and found.whole is whole and found.items == known.items:
+            for x, version in found.versions:
+                if x._version != version:
+                    break
+            else:
+                return found.own
+        own = _own_items(whole, known, cut)
+        tensors = [x for x in whole if type(x) is Tensor] if own is not None and known.is_cut else []
+        if tensors and not any(x.is_inference() for x in tensors):  # those have no versions
+            self._found[id(whole)] = _CutItems(whole, known.items, tuple((x, x._version) for x in tensors), own)
+        return own
+
+    def clear(self) -> None:
+        """Forget all arguments."""
+        self._found.clear()
+
+
 class KnownArguments:
     """Keyword arguments of a block, of which those that say how tokens are split come from a block before.
 
@@ -95,7 +133,7 @@ class KnownArguments:
             number += len(each.items) if isinstance(each, _Items) else 1
         return cls(found, kwargs, known, splits_text=splits_text)
 
-    def own(self, kwargs: dict[str, Any], cut: Cut) -> dict[str, Any] | None:
+    def own(self, kwargs: dict[str, Any], cut: Cut, items: CutItems) -> dict[str, Any] | None:
         """Return the arguments of a call with our tokens only; None where it is not like this one."""
         if (*kwargs,) != self._names or (*map(type, kwargs.values()),) != self._kinds:
             return None
@@ -111,7 +149,7 @@ class KnownArguments:
                 return None
             own[name] = cut(x, runs) if runs else x
         for known in self._items:
-            found = _own_items(kwargs[known.name], known, cut)
+            found = items.own(kwargs[known.name], known, cut)
             if found is None:
                 return None
             own[known.name] = found

@@ -19,6 +19,7 @@ from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lay
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, leaves_and_form, with_leaves
 from patchpar.shard.transformer.block_call import BlockCall, BlockRuns, KnownRuns
+from patchpar.shard.transformer.known_arguments import CutItems
 from patchpar.shard.transformer.local_tokens import LocalTokens, TokenSource, local_tokens
 from patchpar.shard.transformer.replicate import attend_by_heads
 from patchpar.shard.transformer.split_tokens import SplitTokens
@@ -45,11 +46,13 @@ class TokenCall:
         keeps = split.kernel is not None or torch.is_grad_enabled()  # it may: what it has been given must stay
         self._memory = AttentionMemory() if split.reuses_buffers and not keeps else None
         self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
+        self.items = CutItems()
 
     def end(self) -> None:
         """End the call: tensors that the model has kept cannot be gathered any more."""
         self._over = True
         self._cuts.clear()
+        self.items.clear()
         self._memory = None
 
     def attend(self, call: AttentionCall) -> Tensor:
