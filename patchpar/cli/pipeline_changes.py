@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from patchpar.errors import PlanError
 
-CLASS = re.compile(r"^class (\w+Scheduler)\(", re.MULTILINE)
+ENDING = "Scheduler"
+CLASS = re.compile(rf"^class (\w+{ENDING})\(", re.MULTILINE)
 
 
 class LoraFlag(NamedTuple):
@@ -52,10 +53,12 @@ def scheduler_name(text: str) -> str:
 
     files = diffusers_folder("schedulers").glob("scheduling_*.py")
     known = {name for file in files for name in CLASS.findall(file.read_text(encoding="utf-8"))}
-    name = text if text.endswith("Scheduler") else f"{text}Scheduler"
+    stem = text.removesuffix(ENDING)
+    name = stem + ENDING
     if name not in known:
-        near = get_close_matches(name, known, n=2, cutoff=0.5)
-        way_out = f"use {' or '.join(near)}" if near else "its docs list them"
+        stems = {each.removesuffix(ENDING) for each in known}  # the ending alone would make all names near
+        near = get_close_matches(stem, stems, n=2, cutoff=0.5)
+        way_out = f"use {' or '.join(each + ENDING for each in near)}" if near else "its docs list them"
         raise PlanError(f"--scheduler {text}: diffusers has none of that name; {way_out}")
     return name
 

@@ -173,7 +173,7 @@ class WorkerExecutor(Executor):
             return self._pool.call(ranks, message, callbacks, expected)
         except WorkerError:
             if self._is_closed:
-                raise LaunchError("this executor was closed during the call") from None  # which has ended the workers
+                raise LaunchError("the workers were closed during the call, by close()") from None
             raise
 
     def _make_ready(self, ranks: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ def check_side(name: str, value: Any, unit: int, *, offered: int = 0) -> None:
     `offered`: the message names multiples of this; 0 for `unit`.
     """
     if not is_whole(value):
-        raise PlanError(f"{name}={value!r}: it must be a whole number of pixels")
+        raise PlanError(f"{name}={value!r}: it must be a whole number of pixels, at least {unit}")
     if value % unit:
         step = offered or unit
         below, above = value // step * step, -(-value // step) * step

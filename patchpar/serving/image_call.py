@@ -26,7 +26,7 @@ RANDOM_SEEDS = 2**32
 PASSED_ON = ("negative_prompt", "num_inference_steps", "guidance_scale", "true_cfg_scale", "strength")
 """Fields that are arguments of pipelines by the same name."""
 STEPS = "num_inference_steps"
-SIZE = re.compile(r"([1-9]\d{0,6})x([1-9]\d{0,6})")
+SIZE = re.compile(r"([1-9][0-9]{0,17})x([1-9][0-9]{0,17})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

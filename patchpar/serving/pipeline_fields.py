@@ -126,9 +126,14 @@ def _refusal(error: ValidationError, kind: type[BaseModel]) -> RequestError:
         return _unknown(name, tuple(kind.model_fields if len(location) == 1 else LoraField.model_fields))
     if first["type"] in ("missing", "string_pattern_mismatch"):
         return _missing(name, first["type"])
-    given = "" if isinstance(first["input"], (dict, list)) else f"={str(first['input'])[:40]!r}"
+    given = "" if isinstance(first["input"], (dict, list)) else f"={_as_sent(first['input'])}"
     code = "unsupported_parameter" if first["input"] in NOT_MADE.get(name, ()) else "invalid_value"
     return RequestError(f"{name}{given}: {first['msg']}", param=name, code=code)
+
+
+def _as_sent(value: Any) -> str:
+    """Return a value in JSON, cut to 40 characters, so that a number is told from text with the same digits."""
+    return json.dumps(value[:40]) if isinstance(value, str) else json.dumps(value)[:40]
 
 
 def _missing(name: str, kind: str) -> RequestError:

@@ -97,6 +97,7 @@ def test_a_call_without_a_size_has_that_of_its_image() -> None:
         (("--lora", "empty:0.5"), "--lora: empty has no weights as safetensors"),
         (("--lora", "a.png"), "--lora: a.png is no safetensors file"),
         (("--scheduler", "EulerDiscret"), "diffusers has none of that name; use EulerDiscreteScheduler"),
+        (("--scheduler", "Foo"), "diffusers has none of that name; its docs list them"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )

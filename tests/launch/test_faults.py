@@ -197,7 +197,7 @@ def test_closing_from_another_thread_ends_a_call():
     pids = executor.call("rank") and executor.pids
     threading.Timer(0.3, executor.close).start()
     start = time.monotonic()
-    with pytest.raises(LaunchError, match="closed during the call"):
+    with pytest.raises(LaunchError, match=r"the workers were closed during the call, by close\(\)"):
         executor.call("sleep", 30)
     assert time.monotonic() - start < 20
     assert all_gone(pids)

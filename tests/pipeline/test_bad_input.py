@@ -283,7 +283,8 @@ def test_what_is_no_pipeline(thing: Any) -> None:
     [
         ("auto", {"height": 100}, ["height=100", "multiple of 8", "96 or 104"]),
         ("auto", {"width": 4}, ["width=4", "multiple of 8", "use 8"]),
-        ("auto", {"width": -8}, ["width=-8", "pixels"]),
+        ("auto", {"width": -8}, ["width=-8", "pixels, at least 8"]),
+        ("auto", {"height": 0}, ["height=0", "at least 8"]),
         ("auto", {"height": 96.0}, ["height=96.0", "whole number"]),
         ("auto", {"num_inference_steps": 0}, ["num_inference_steps=0", "at least 1"]),
         ("auto", {"num_inference_steps": -1}, ["num_inference_steps=-1", "at least 1"]),

@@ -20,7 +20,7 @@ class Ranks:
 
     def run(self, **_: object) -> None:
         assert self.ended.wait(60)
-        raise LaunchError("this executor was closed during the call")
+        raise LaunchError("the workers were closed during the call, by close()")
 
     def close(self) -> None:
         self.ended.set()
