@@ -18,10 +18,10 @@ from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
-from patchpar.models.dry_run.rms_norm import one_kernel
+from patchpar.models.dry_run.rms_norm import FUNCTIONS, one_kernel
 from patchpar.plan.replay.price import RMS_NORM
 from patchpar.plan.replay.tape import Operator
-from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 FLOPS_OF_ATTENTION: Any = sdpa_flop_count  # not typed by torch
 META = torch.device("meta")
@@ -36,6 +36,10 @@ NO_KERNEL = frozenset(
     }
 )
 """Operators that launch nothing, by name; views are told by torch."""
+REPLACED = FUNCTIONS | {torch.tensor}
+"""Functions that `anywhere` and `on_gpus` know."""
+SIZES = 16
+"""Integers of a tensor that keep their values: such as rows and columns of an image."""
 
 
 class CountedKernel(NamedTuple):
@@ -103,6 +107,10 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if form is not None and kernel is not None:
             self.known[key] = form, kernel
 
+    def functions(self, *, joined: bool) -> SdpaMode:
+        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs."""
+        return SdpaMode(self.attend, self.on_gpus if joined else self.anywhere, REPLACED)
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
         if not _is_empty(call.query):
@@ -112,8 +120,16 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
         return found
 
+    def anywhere(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a torch function does; a tensor of a few integers that code makes keeps their values."""
+        if func is torch.tensor and _is_meta(kwargs.get("device", "cpu")) and _are_integers(args[0]):
+            return torch.tensor(args[0], dtype=kwargs.get("dtype"))
+        return func(*args, **kwargs)
+
     def on_gpus(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a torch function does; what CUDA computes in one kernel, and the meta device not, is one."""
+        """Return the same; what CUDA computes in one kernel, and the meta device not, is one."""
+        if func not in FUNCTIONS:
+            return self.anywhere(func, args, kwargs)
         norm = one_kernel(func, args, kwargs)
         if norm is None or not _is_empty(norm.input):
             return func(*args, **kwargs)
@@ -125,6 +141,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._last = None
         name = func.overloadpacket.__name__
         if name in MADE_UP:
+            self._count(name, 0, args[:1])
             return MADE_UP[name](args[0])
         target = kwargs.get("device")
         if name == "_to_copy" and target is not None and not _is_meta(target):
@@ -195,6 +212,11 @@ def _nonzero(x: Tensor) -> Tensor:
     return torch.zeros((x.shape[0] if x.ndim else 1, x.ndim), dtype=torch.int64)
 
 
+def _in_one(x: Tensor) -> Tensor:
+    """Return the counts [1] of integers [n] as if all were 0: which expert gets which tokens is told by values."""
+    return torch.tensor([x.numel()])
+
+
 def _without_mask(index: Tensor | None) -> list[Tensor | None]:
     """Return what selects the same as an index of any shape, without a mask whose values are not there.
 
@@ -213,8 +235,14 @@ MADE_UP: dict[str, Callable[[Tensor], Any]] = {
     "is_nonzero": lambda x: True,
     "nonzero": _nonzero,
     "masked_select": lambda x: x.new_empty(x.numel()),
+    "bincount": _in_one,
 }
-"""What is returned instead of values that are not there, by the name of the operator."""
+"""What is returned instead of values that are not there, by the name of the operator, which is one of `QUESTIONS`."""
+
+
+def _are_integers(data: Any) -> bool:
+    """Whether these are a few numbers that sizes may be read from."""
+    return isinstance(data, (list, tuple)) and len(data) <= SIZES and all(type(each) is int for each in data)
 
 
 def _is_meta(device: Any) -> bool:
