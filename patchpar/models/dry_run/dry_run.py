@@ -22,11 +22,11 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.call_memory import CallMemory
 from patchpar.models.dry_run.kept_tokens import Attentions, AttentionSize
 from patchpar.models.dry_run.live_bytes import LiveBytes
-from patchpar.models.dry_run.meta_mode import META, REPLACED, MetaMode
+from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.module_tree import modules_of
-from patchpar.shard.sdpa import AttentionCall, SdpaMode
+from patchpar.shard.sdpa import AttentionCall, AttentionReplaced
 
 ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
 STEPS = 2  # enough for what the scheduler keeps of a step for the next one
@@ -73,7 +73,7 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
     few_steps = with_few_steps(pipe, kwargs)
     attend = partial(counted.attend, mode.attend)
     try:
-        with on_the_cpu(pipe), torch.no_grad(), SdpaMode(attend, mode.anywhere, REPLACED), mode:
+        with on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(attend), mode:
             pipe(**few_steps)
     except (NotImplementedError, RuntimeError) as error:
         raise needs_values(pipe, error) from error

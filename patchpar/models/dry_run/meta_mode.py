@@ -36,10 +36,6 @@ NO_KERNEL = frozenset(
     }
 )
 """Operators that launch nothing, by name; views are told by torch."""
-REPLACED = FUNCTIONS | {torch.tensor}
-"""Functions that `anywhere` and `on_gpus` know."""
-SIZES = 16
-"""Integers of a tensor that keep their values: such as rows and columns of an image."""
 
 
 class CountedKernel(NamedTuple):
@@ -109,7 +105,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def functions(self, *, joined: bool) -> SdpaMode:
         """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs."""
-        return SdpaMode(self.attend, self.on_gpus if joined else self.anywhere, REPLACED)
+        return SdpaMode(self.attend, self.on_gpus if joined else None, FUNCTIONS)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
@@ -120,16 +116,8 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._count("attention", int(FLOPS_OF_ATTENTION(*shapes)), (call.query, call.key, call.value, found))
         return found
 
-    def anywhere(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a torch function does; a tensor of a few integers that code makes keeps their values."""
-        if func is torch.tensor and _is_meta(kwargs.get("device", "cpu")) and _are_integers(args[0]):
-            return torch.tensor(args[0], dtype=kwargs.get("dtype"))
-        return func(*args, **kwargs)
-
     def on_gpus(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the same; what CUDA computes in one kernel, and the meta device not, is one."""
-        if func not in FUNCTIONS:
-            return self.anywhere(func, args, kwargs)
+        """Return what a torch function does; what CUDA computes in one kernel, and the meta device not, is one."""
         norm = one_kernel(func, args, kwargs)
         if norm is None or not _is_empty(norm.input):
             return func(*args, **kwargs)
@@ -238,11 +226,6 @@ MADE_UP: dict[str, Callable[[Tensor], Any]] = {
     "bincount": _in_one,
 }
 """What is returned instead of values that are not there, by the name of the operator, which is one of `QUESTIONS`."""
-
-
-def _are_integers(data: Any) -> bool:
-    """Whether these are a few numbers that sizes may be read from."""
-    return isinstance(data, (list, tuple)) and len(data) <= SIZES and all(type(each) is int for each in data)
 
 
 def _is_meta(device: Any) -> bool:
