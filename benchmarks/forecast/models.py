@@ -94,6 +94,27 @@ def qwen(pixels: int) -> Model:
     return model
 
 
+def asking(model: Model) -> Model:
+    """Return Qwen-Image in software that asks the device before each attention whether its mask leaves something out.
+
+    vllm-omni does, in vllm_omni/diffusion/attention/backends/flash_attn.py.
+    """
+
+    def asked() -> tuple[Any, dict[str, Any]]:
+        pipe, call = model()
+        mask = torch.ones(1, 1, dtype=torch.bool, device="meta")
+        for block in pipe.transformer.transformer_blocks:
+            block.attn.norm_added_k.register_forward_hook(lambda *_: _masks_something(mask))  # before the attention
+        return pipe, call
+
+    return asked
+
+
+def _masks_something(mask: torch.Tensor) -> None:
+    """Ask the device for a value, which does not change anything without values. `mask`: [B, L]."""
+    bool(torch.any(~mask))
+
+
 def wan() -> tuple[Any, dict[str, Any]]:
     """Wan 2.1 14B in bf16, 81 frames of 832 x 480, with guidance in two calls."""
     from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel

@@ -18,15 +18,26 @@ WITHOUT_WAITS = "https://github.com/huggingface/diffusers/pull/9475"
 ASKS_THE_DEVICE = (
     "https://github.com/vllm-project/vllm-omni/blob/main/vllm_omni/diffusion/attention/backends/flash_attn.py"
 )
+SEEN = "https://github.com/vllm-project/vllm-omni/issues/6862"
 OTHER_VERSION = "https://github.com/vllm-project/vllm-omni/issues/3266"
 TUNED = "https://github.com/huggingface/diffusion-fast/blob/main/utils/pipeline_utils.py"
+A100S = "https://github.com/chengzeyi/stable-fast/issues/39"
+OF_FAL = "https://github.com/chengzeyi/stable-fast/issues/2"
+RTX4090S = "https://github.com/chengzeyi/stable-fast"
+LEFT_IN_LAYOUT = "https://github.com/pytorch/pytorch/pull/114600"
 TORCH = (
     "SD 1.5, compiled, is predicted too short with torch 2.1. On the same A100 TensorRT takes 0.82 s for that image, "
-    "and that row is within the limit, so that what is missing is of the software and not of the device. It was looked "
+    "and that row is within the limit, so that what is missing is of the software and not of the device. Compiled "
+    "steps of that torch depend on the host: other A100s made "
+    f"[37]({A100S}) and [51]({OF_FAL}) of them in a second, and RTX 4090s [33.5]({RTX4090S}) and 49.8 (below), where "
+    "graphs that other software captured of the same network made 53 and 62 beside the slower two. What the process "
+    "took is not published. "
+    "It was also looked "
     "for in three places. Convolutions of small maps by one processor for each tile, of 64 x 64 or more, would halve "
     "the error of the A100's step of one image below, and make the RTX 4090's a third too long. 1,500 cycles more for "
     "each kernel change the steps by 2 %. The scheduler's waits for the device take "
-    f"[no time that others could measure]({WITHOUT_WAITS}). Maps in the other layout cost 2.5 ms of a step by the law, "
+    f"[no time that others could measure]({WITHOUT_WAITS}). Maps in the other layout, in which this torch "
+    f"[leaves these networks]({LEFT_IN_LAYOUT}), cost 2.5 ms of a step by the law, "
     "and 6 by these rows, while for SDXL it is 3 and 2."
 )
 OTHER_KERNELS = (
@@ -98,10 +109,12 @@ def _of_the_process(rows: Sequence[PublishedRow], predicted: Mapping[PublishedRo
     of_blocks = " and ".join(f"{each / CALLS_OF_BLOCKS:.2f}" for each in missing.values())
     yield ""
     yield (
-        f"Steps of Qwen-Image take {of_steps} more than predicted: {of_blocks} ms for each call of a block. That it "
-        "does not grow with the tokens points to the process. In each attention this software asks the device "
-        f"[whether the mask leaves something out]({ASKS_THE_DEVICE}); until the answer is here nothing is launched, "
-        "and the device waits for it afterwards. Forecasts have no such waits. "
+        f"Steps of Qwen-Image take {of_steps} more than predicted: {of_blocks} ms for each call of a block. In each "
+        "attention this software asks the device "
+        f"[whether the mask leaves something out]({ASKS_THE_DEVICE}); until the answer is here nothing is launched. "
+        f"[Others have seen]({SEEN}) the device idle there. Compiled code ends there too, and the process checks "
+        "the guards of the rest before it launches anything. Both are in the forecasts, once for each attention; the "
+        "functions between the block and its attention kernel, which are compiled apart then, are not. "
         f"[A later version]({OTHER_VERSION}) takes 3.03 s for the smaller image on an H200, where the one before took "
         "2.17 s."
     )

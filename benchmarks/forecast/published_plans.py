@@ -42,9 +42,10 @@ OMNI = (
 PLAN = "patch={},strategy=exact:{}"
 ULYSSES, RING, BOTH = "ulysses={}", "attention=ring", "ulysses=2:attention=ring"
 BY_PYTHON = "launched by Python"
-LAUNCHED: dict[str, Any] = {"launch": BLOCKS_COMPILED.launch, "fused": True}
+LAUNCHED: dict[str, Any] = {"launch": BLOCKS_COMPILED.launch, "region": BLOCKS_COMPILED.region, "fused": True}
 """xDiT compiles the transformer's forward by torch.compile in its default mode, which has no graphs, and nothing else:
-https://github.com/xdit-project/xDiT/blob/main/xfuser/model_executor/pipelines/base_pipeline.py"""
+https://github.com/xdit-project/xDiT/blob/main/xfuser/model_executor/pipelines/base_pipeline.py. Its attention between
+devices is not compiled, so that compiled code begins once in each block."""
 
 
 def _ulysses(ranks: int) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.forecast.encoders import of_flux, of_flux_in_sglang, of_sd15, of_sdxl, with_encoders
 from benchmarks.forecast.fp8 import in_fp8
-from benchmarks.forecast.models import before_torch_2_9, flux, qwen, sd15, sdxl, unguided, wan, with_vae
+from benchmarks.forecast.models import asking, before_torch_2_9, flux, qwen, sd15, sdxl, unguided, wan, with_vae
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.plan.replay.price import ASSUMED, BLOCKS_COMPILED, COMPILED, CostAssumptions
 
@@ -40,8 +40,8 @@ MODELS = {
     "flux-before-2.9": before_torch_2_9(with_encoders(with_vae(flux, 16), of_flux)),
     "flux-in-sglang": with_encoders(flux, of_flux_in_sglang),
     "flux-fp8": in_fp8(with_encoders(with_vae(flux, 16), of_flux)),
-    "qwen-512": qwen(512),
-    "qwen-1536": qwen(1536),
+    "qwen-512": asking(qwen(512)),
+    "qwen-1536": asking(qwen(1536)),
     "wan": unguided(wan),
     "wan-before-2.9": before_torch_2_9(unguided(wan)),
 }

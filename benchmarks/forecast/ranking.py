@@ -4,8 +4,9 @@
     python -m benchmarks.forecast.ranking --setting embedded:256 --turns 1
 
 Kernels, calls and the bare link are measured as `patchpar tune` does. Each setting then has a link that delays messages
-by so much on top. A choice is right if the plan that was predicted to have the shortest step has it, or one at most 5 %
-longer. Needs a machine that does nothing else, and says so where it does.
+by so much on top. The choice is that of `patchpar plan` and `plan="auto"`: of about equal predicted steps the plan with
+fewer devices, and so on. It is right if its step is the shortest, or at most 5 % longer. Needs a machine that does
+nothing else, and says so where it does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from statistics import median
 from benchmarks.page import publish
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import embedded_model
+from patchpar.pipeline.planner.plan_order import PlanStep, best_first
+from patchpar.pipeline.planner.search import step_of
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.pipeline.planner.tune.timer import PREEMPTED, TimedRun
 from patchpar.pipeline.planner.tune.tune import CALLS_ON_CPU, ENGINE, measured
@@ -54,19 +57,19 @@ MOST_TURNS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One setting on one link: seconds of a step by plan, as predicted and as measured."""
+    """One setting on one link: a step by plan, as predicted, and the seconds that were measured."""
 
     setting: str
     link: str
-    predicted: dict[str, float]
+    predicted: dict[str, PlanStep]
     found: dict[str, float]
     preempted: tuple[str, ...] = ()
     """Plans of which other processes preempted every measurement."""
 
     @property
     def chosen(self) -> str:
-        """The plan with the shortest predicted step."""
-        return min(self.predicted, key=self.predicted.__getitem__)
+        """The plan that is taken by the predicted steps."""
+        return list(self.predicted)[best_first(list(self.predicted.values()))[0]]
 
     @property
     def best(self) -> str:
@@ -85,15 +88,14 @@ class Row:
 
     def without(self, plan: str) -> Row:
         """Return the same row of the other plans."""
-        predicted, found = (
-            {name: each[name] for name in each if name != plan} for each in (self.predicted, self.found)
-        )
+        predicted = {name: each for name, each in self.predicted.items() if name != plan}
+        found = {name: each for name, each in self.found.items() if name != plan}
         return replace(self, predicted=predicted, found=found)
 
     def line(self) -> str:
         """Return the row of the table."""
         times = [
-            f"{1e3 * self.predicted[plan]:.0f} / {1e3 * self.found[plan]:.0f}{'?' * (plan in self.preempted)}"
+            f"{1e3 * self.predicted[plan].seconds:.0f} / {1e3 * self.found[plan]:.0f}{'?' * (plan in self.preempted)}"
             for plan in PLANS
         ]
         return f"| {self.setting} | {self.link} | {' | '.join(times)} | `{self.chosen}` | {self.loss:+.0%} |"
@@ -110,12 +112,13 @@ def with_link(machine: MeasuredMachine, link: LinkModel) -> MeasuredMachine:
     return replace(machine, links=(slower,))
 
 
-def predictions(machine: MeasuredMachine, model: str, side: int) -> dict[str, float]:
-    """Return the seconds of a later step under every plan."""
+def predictions(machine: MeasuredMachine, model: str, side: int) -> dict[str, PlanStep]:
+    """Return a later step under every plan."""
     simulator = Simulator(
         str(embedded_model(model)), machine, {"torch_dtype": "float32"}, {**CALL, "height": side, "width": side}
     )
-    return {plan: simulator.of(Plan.parse(plan)).step.seconds for plan in PLANS}
+    found = {name: simulator.of(Plan.parse(name)) for name in PLANS}
+    return {name: step_of(each) for name, each in found.items()}
 
 
 def rows_of(machine: MeasuredMachine, setting: str, steps: int, turns: int) -> Iterator[Row]:
@@ -156,8 +159,10 @@ def page(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield (
         "By `python -m benchmarks.forecast.ranking`. Two ranks of one thread each on two CPU cores; messages arrive no "
-        "earlier than the link would bring them. Milliseconds of a later step: predicted / measured. Loss: how much "
-        "longer the step of the chosen plan is than the shortest that was measured. Where a rank waited for its core "
+        "earlier than the link would bring them. Milliseconds of a later step: predicted / measured. The choice is "
+        "that of `patchpar plan`: of predicted steps that are [about equal](../simulator.md#choosing-a-plan) the plan "
+        "with fewer devices, then an exact one, then the one that sends least. Loss: how much longer its step is than "
+        "the shortest that was measured. Where a rank waited for its core "
         f"for more than {PREEMPTED:.0%} of a step, the step was measured again; else it has a question mark."
     )
     yield ""

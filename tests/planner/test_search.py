@@ -12,14 +12,16 @@ import pytest
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.pipeline.planner.forecast import Forecast, PhaseForecast
 from patchpar.pipeline.planner.placement import TRIES, placed
+from patchpar.pipeline.planner.plan_order import CLOSE
 from patchpar.pipeline.planner.rank_memory import RankMemory
-from patchpar.pipeline.planner.search import CLOSE, attention_variants, candidates, edges_of, ranked, search
+from patchpar.pipeline.planner.search import attention_variants, candidates, edges_of, ranked, search
 from patchpar.pipeline.planner.simulate import Simulator
 from patchpar.plan.link_model import LinkModel, edges_for
 from patchpar.plan.plan import Plan
+from patchpar.plan.replay.divided_work import DividedWork
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import LinkClass, MeasuredMachine
-from patchpar.plan.replay.price import ASSUMED, DividedWork
+from patchpar.plan.replay.price import ASSUMED
 from patchpar.plan.replay.replay import Replayed, replay
 from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, TapeEntry, Wait
 from patchpar.plan.replay.topology import equal_ports

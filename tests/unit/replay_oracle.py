@@ -50,7 +50,7 @@ def _run(rank: int, tape: Tape, arrivals: dict[Key, float], come: Come) -> tuple
     for number, entry in enumerate(tape):
         if isinstance(entry, Kernel):
             clock = max(clock + entry.seconds, host + entry.after_launch)
-            host += entry.host
+            host = max(host + entry.host, clock * entry.waits)
         elif isinstance(entry, Send):
             for index, peer in enumerate(entry.peers):
                 message = Sent(

@@ -41,7 +41,8 @@ def schedule(seed: int, ranks: int, rounds: int) -> list[Tape]:
         senders = {rank: choice.sample(range(ranks), choice.randint(0, ranks)) for rank in range(ranks)}
         operation = 1 + number if choice.random() < 0.5 else 0
         for rank, tape in enumerate(tapes):
-            tape.append(Kernel("block", choice.random(), choice.choice([0.0, choice.random()])))
+            host, waits = choice.choice([0.0, choice.random()]), choice.random() < 0.2
+            tape.append(Kernel("block", choice.random(), host, waits=waits))
             peers = tuple(peer for peer in senders[rank] if peer != rank)
             if peers:
                 size, bulk = choice.randint(0, 50), choice.random() < 0.3

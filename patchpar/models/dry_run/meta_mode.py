@@ -18,10 +18,10 @@ from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
-from patchpar.models.dry_run.rms_norm import one_kernel
+from patchpar.models.dry_run.rms_norm import FUNCTIONS, one_kernel
 from patchpar.plan.replay.price import RMS_NORM
 from patchpar.plan.replay.tape import Operator
-from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 FLOPS_OF_ATTENTION: Any = sdpa_flop_count  # not typed by torch
 META = torch.device("meta")
@@ -103,6 +103,10 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if form is not None and kernel is not None:
             self.known[key] = form, kernel
 
+    def functions(self, *, joined: bool) -> SdpaMode:
+        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs."""
+        return SdpaMode(self.attend, self.on_gpus if joined else None, FUNCTIONS)
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
         if not _is_empty(call.query):
@@ -125,6 +129,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._last = None
         name = func.overloadpacket.__name__
         if name in MADE_UP:
+            self._count(name, 0, args[:1])
             return MADE_UP[name](args[0])
         target = kwargs.get("device")
         if name == "_to_copy" and target is not None and not _is_meta(target):
@@ -195,6 +200,11 @@ def _nonzero(x: Tensor) -> Tensor:
     return torch.zeros((x.shape[0] if x.ndim else 1, x.ndim), dtype=torch.int64)
 
 
+def _in_one(x: Tensor) -> Tensor:
+    """Return the counts [1] of integers [n] as if all were 0: which expert gets which tokens is told by values."""
+    return torch.tensor([x.numel()])
+
+
 def _without_mask(index: Tensor | None) -> list[Tensor | None]:
     """Return what selects the same as an index of any shape, without a mask whose values are not there.
 
@@ -213,8 +223,9 @@ MADE_UP: dict[str, Callable[[Tensor], Any]] = {
     "is_nonzero": lambda x: True,
     "nonzero": _nonzero,
     "masked_select": lambda x: x.new_empty(x.numel()),
+    "bincount": _in_one,
 }
-"""What is returned instead of values that are not there, by the name of the operator."""
+"""What is returned instead of values that are not there, by the name of the operator, which is one of `QUESTIONS`."""
 
 
 def _is_meta(device: Any) -> bool:

@@ -16,7 +16,6 @@ from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
-from patchpar.models.dry_run.rms_norm import FUNCTIONS
 from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.planner.call_log import (
     AttentionForm,
@@ -36,7 +35,6 @@ from patchpar.pipeline.planner.tape_recorder import ENCODE, Begun, Expected, Tap
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.plan import Plan
 from patchpar.shard.attention.dispatch import on_link_of
-from patchpar.shard.sdpa import SdpaMode
 from patchpar.strategies.exact import ExactPatch
 
 HERE = "\0here"
@@ -133,7 +131,7 @@ def attention_alone(keys: AttentionMode, rank: int, form: AttentionForm, options
         if options.joined:
             stack.enter_context(fused_without_values())
         shared = form.shared()
-        for each in (torch.no_grad(), SdpaMode(mode.attend, mode.on_gpus if options.joined else None, FUNCTIONS), mode):
+        for each in (torch.no_grad(), mode.functions(joined=options.joined), mode):
             stack.enter_context(each)
         log.begin(0)
         log.attend(memory, keys, comm, form.axis, HERE, shared)

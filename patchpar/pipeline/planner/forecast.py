@@ -14,10 +14,11 @@ from patchpar.pipeline.planner.rank_memory import RankMemory, memory_of
 from patchpar.pipeline.planner.tape_recorder import DECODE, ENCODE, calls_of
 from patchpar.plan.exchange_policy import CachedPartials
 from patchpar.plan.plan import Plan
+from patchpar.plan.replay.divided_work import DividedWork
 from patchpar.plan.replay.fold import links_of, moved, pairs_of, replay_groups
 from patchpar.plan.replay.machine import Machine
 from patchpar.plan.replay.measured_machine import MeasuredMachine
-from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Device, DividedWork, Prices
+from patchpar.plan.replay.price import ASSUMED, CostAssumptions, Device, Prices
 from patchpar.plan.replay.replay import COMPUTE, LAUNCH, STEP, WAIT, Interval, Replayed, replay
 from patchpar.plan.replay.tape import Kernel, Operator, Tape, Wait, bytes_copied, bytes_sent, steps_of
 from patchpar.plan.replay.topology import Topology

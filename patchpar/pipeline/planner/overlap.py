@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from patchpar.pipeline.auto_plan import PlanChoice
 from patchpar.pipeline.planner.placement import Simulate
-from patchpar.pipeline.planner.search import CLOSE
+from patchpar.pipeline.planner.plan_order import CLOSE
 from patchpar.plan.plan import Plan
 from patchpar.strategies.exact import ExactPatch
 

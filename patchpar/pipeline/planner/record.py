@@ -32,7 +32,6 @@ from patchpar.models.dry_run.dry_run import (
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.models.dry_run.plan_memory import SLOTS
-from patchpar.models.dry_run.rms_norm import FUNCTIONS
 from patchpar.models.encoders import encoders_of
 from patchpar.models.info import denoisers_of
 from patchpar.pipeline.conditioners import conditioners_of
@@ -52,7 +51,6 @@ from patchpar.pipeline.validate import check_plan_for
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.unet.discover import splits_into_bands
 from patchpar.shard.weights.packed import blocks_of
 
@@ -105,7 +103,7 @@ class Recording:
             with ExitStack() as stack:
                 if self.options.joined:
                     stack.enter_context(fused_without_values())
-                functions = SdpaMode(mode.attend, mode.on_gpus if self.options.joined else None, FUNCTIONS)
+                functions = mode.functions(joined=self.options.joined)
                 for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
                     stack.enter_context(each)
                 hooks = stack.enter_context(HookSet())

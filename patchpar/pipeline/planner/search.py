@@ -21,14 +21,13 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.pipeline.planner.forecast import AnyMachine, Forecast
 from patchpar.pipeline.planner.placement import Simulate, placed
+from patchpar.pipeline.planner.plan_order import CLOSE, PlanStep, best_first
 from patchpar.pipeline.planner.uneven_devices import UnevenDevices
 from patchpar.plan.byte_sizes import readable_bytes
 from patchpar.plan.link_model import EXPOSED_FRACTION, EdgeChoice
 from patchpar.plan.plan import Plan
 from patchpar.strategies.exact import ExactPatch
 
-CLOSE = 1.03
-"""Times of plans that count as equal."""
 KEYS = "kv"
 """The kind of exchange that other ways of attention change."""
 EDGE_KINDS = ("halo", "moments", "moments+halo")
@@ -37,8 +36,6 @@ FIRST = 16
 """Devices among which the fastest link is looked for."""
 GAIN = 0.8
 """Of the step of one device: where no division makes it shorter than that, small plans are tried first."""
-WITHOUT_LINKS = 1.05
-"""A plan without axis patch, which needs hardly any link, counts as equal to one that is faster by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,32 +265,11 @@ def edges_of(found: Forecast) -> EdgeChoice:
 
 
 def ranked(found: Sequence[Forecast]) -> list[Forecast]:
-    """Return forecasts with the best first: those that fit, and of about equal times the plan with fewer devices.
-
-    One device is never behind a slower plan: where it is about equal it has the fewest devices.
-    """
-    remaining = sorted(found, key=lambda each: (not each.fits, each.step.seconds))
-    ordered = []
-    while remaining:
-        first = remaining[0]
-        close = [each for each in remaining if each.fits == first.fits and _is_close(each, first)]
-        best = min(close, key=_preference)
-        ordered.append(best)
-        remaining.remove(best)
-    return ordered
+    """Return forecasts with the best first, see `best_first`."""
+    return [found[at] for at in best_first([*map(step_of, found)])]
 
 
-def _is_close(found: Forecast, first: Forecast) -> bool:
-    factor = WITHOUT_LINKS if found.plan.patch == 1 else CLOSE
-    return found.step.seconds <= factor * first.step.seconds
-
-
-def _preference(found: Forecast) -> tuple[Any, ...]:
-    plan = found.plan
-    return (
-        plan.world_size,
-        plan.strategy.policy.remembers,
-        max(sum(sent.values()) for sent in found.bytes_sent),
-        plan.weights != "whole",
-        found.step.seconds,
-    )
+def step_of(found: Forecast) -> PlanStep:
+    """Return a later step of a forecast."""
+    most = max(sum(sent.values()) for sent in found.bytes_sent)
+    return PlanStep(plan=found.plan, seconds=found.step.seconds, sent=most, fits=found.fits)

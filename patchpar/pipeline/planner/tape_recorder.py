@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from patchpar.plan.replay.tape import COPIED, Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
+from patchpar.plan.replay.tape import AGAIN, COPIED, Boundary, Leave, Operator, Receive, Send, Tape, TapeEntry, Wait
 
 ENCODE, DECODE = "encode", "decode"
-AGAIN = "another call"
-"""The name of a boundary where a denoiser is called that is not the first of its step."""
 DECODE_NUMBERS = 10**9
 
 

@@ -10,11 +10,11 @@ weights            come from the memory: a network has more of them than a cache
 group norm         reads its maps twice, for moments and for values
 RMS norm           one kernel, which has a block of threads for each row, however narrow it is
 all                a gap to the kernel before, for each kernel that an operator launches
+question           of the process for a value: it launches nothing until the device has answered
 compiled           what runs between two products is one kernel, as long as the longest of them, and one for each group
                    norm's moments, which are known only after the last of its values
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -24,7 +24,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.occupancy import Processors, product_seconds, seconds_of_rows
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
+from patchpar.plan.replay.tape import AGAIN, QUESTIONS, Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
@@ -50,7 +50,8 @@ class CostAssumptions:
     of the device between two kernels.
     `convolution_fraction`: of what products of matrices reach. `attention_part`: of what attention reaches on the
     device, with an older kernel. `channels_last`: maps have the layout of convolutions. `fused`: kernels between two
-    products are one. `scale`: of the seconds of kernels, by a call that was measured.
+    products are one. `scale`: of the seconds of kernels, by a call that was measured. `region`: the process begins
+    compiled code, whose guards it checks; compiled code ends where a value is asked for.
     """
 
     launch: float = 30e-6
@@ -62,6 +63,7 @@ class CostAssumptions:
     channels_last: bool = False
     fused: bool = False
     scale: float = 1.0
+    region: float = 0.0
 
     def lines(self, device: Device) -> Iterator[str]:
         """Yield them as sentences."""
@@ -87,8 +89,12 @@ AS_GRAPH = CostAssumptions(launch=0.0, message=0.0)
 """The process launches one graph for a step."""
 COMPILED = CostAssumptions(launch=0.0, message=0.0, fused=True)
 """The same, with what runs between two products fused by a compiler."""
-BLOCKS_COMPILED = CostAssumptions(launch=6e-6, fused=True)
-"""The process launches each of the kernels that a compiler has fused, with no code of modules between them."""
+BLOCKS_COMPILED = CostAssumptions(launch=12e-6, region=176e-6, fused=True)
+"""The process launches each of the kernels that a compiler has fused, and begins compiled code in each block.
+
+What it takes to begin is by https://github.com/pytorch/pytorch/issues/150488; a launch by the forwards with compiled
+blocks of docs/figures/gpu.md, less their beginnings, on a host that took twice as long as is assumed for eager code.
+"""
 
 
 def kernel_seconds(operator: Operator, device: Device, assumed: CostAssumptions = ASSUMED) -> float:
@@ -179,7 +185,7 @@ class Prices:
 
     def __init__(self, device: Device, assumed: CostAssumptions = ASSUMED) -> None:
         self._device, self._assumed = device, assumed
-        self._launch, self._message = assumed.launch, assumed.message
+        self._launch, self._message, self._region = assumed.launch, assumed.message, assumed.region
         if isinstance(device, MeasuredDevice):
             self._launch = device.launch if assumed.launch else 0.0
             self._message = assumed.message if device.beside_host else 0.0  # else it is in the latency of a link
@@ -195,9 +201,14 @@ class Prices:
 
     def _entries(self, tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
         block, where, run = "", "", list[Operator]()
+        blocks = _OuterBlocks()
         for entry in tape:
             if isinstance(entry, Operator):
                 run.append(entry)
+                if entry.name in QUESTIONS:
+                    yield replace(self._kernel(block, run, begins=False), waits=True)
+                    yield from self._region_begins(block)
+                    run = []
                 continue
             begins = isinstance(entry, (Send, Receive)) and entry.where != where  # the first message of an exchange
             if run or begins:
@@ -207,8 +218,14 @@ class Prices:
                 block = entry.name
             where = "" if isinstance(entry, (Kernel, Boundary)) else entry.where
             yield entry
+            if isinstance(entry, Boundary) and blocks.begins(entry):
+                yield from self._region_begins(block)
         if run:
             yield self._kernel(block, run, begins=False)
+
+    def _region_begins(self, block: str) -> Iterator[Kernel]:
+        if self._region:
+            yield Kernel(block, 0.0, self._region)
 
     def _kernel(self, block: str, run: Sequence[Operator], *, begins: bool) -> Kernel:
         """Return the kernel that stands for a run of operators, and for the start of an exchange after it."""
@@ -232,39 +249,21 @@ class Prices:
         return self._kernels[operator]
 
 
-@dataclass(frozen=True, slots=True)
-class DividedWork:
-    """The kernels of a rank's step, each with how often it runs, on a device: what a part of it takes at least."""
+class _OuterBlocks:
+    """Tells blocks that are in no other one from those inside them."""
 
-    kernels: tuple[tuple[Operator, int], ...]
-    device: Device
-    assumed: CostAssumptions = ASSUMED
+    def __init__(self) -> None:
+        self._last = ""
 
-    @classmethod
-    def of(cls, step: Iterable[TapeEntry], device: Device, assumed: CostAssumptions = ASSUMED) -> "DividedWork":
-        """Return the work of a step."""
-        operators = [entry for entry in step if isinstance(entry, Operator)]
-        kept = fused(operators) if assumed.fused else operators
-        return cls(tuple(Counter(kept).items()), device, assumed)
-
-    def seconds(self, parts: int) -> float:
-        """Return the seconds of one of so many parts, each with as many kernels as the whole, of a part of the rows."""
-        of_part = (
-            count * kernel_seconds(part_of(each, parts), self.device, self.assumed) for each, count in self.kernels
-        )
-        return sum(of_part)
-
-    @property
-    def mixes(self) -> int:
-        """The number of attentions with as many keys as queries, as far as their dims tell: those of image tokens."""
-        dims = [(each.dims, count) for each, count in self.kernels if each.name == "attention"]
-        return sum(count for (queries, keys, _), count in dims if queries % keys == 0)
-
-
-def part_of(operator: Operator, parts: int) -> Operator:
-    """Return an operator with a part of the rows, rounded up; its bytes are divided too, those of weights as well."""
-    dims = (-(-operator.dims[0] // parts), *operator.dims[1:]) if operator.dims else ()
-    return Operator(operator.name, operator.dtype, operator.flops // parts, operator.num_bytes // parts, dims)
+    def begins(self, boundary: Boundary) -> bool:
+        """Whether such a block begins here."""
+        if boundary.is_step or boundary.name == AGAIN:
+            self._last = ""
+            return False
+        if self._last and boundary.name.startswith(f"{self._last}."):
+            return False
+        self._last = boundary.name
+        return True
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:

@@ -1,12 +1,13 @@
 """The replay of one tape per rank: a clock for each, and messages that queue for the resources of their routes.
 
 The rank whose clock is least runs its next entry. A kernel takes its seconds, and begins no earlier than the process
-has launched it. A message leaves when it is sent, or, in an operation of several ranks, when its receiver has come too.
-It takes every resource of its route from when it is free, for bytes / rate, and arrives a latency after the last has
-passed it. Messages that a rank sends itself take them one after the other. Those of an operation take all at once: NCCL
-sends to no rank that another one sends to, so that all ranks take what the busiest port does. Through resources that
-are faster than the slowest of the route, other messages pass at the same time. A wait sets the clock to the arrival;
-without one the rank sleeps until the message leaves.
+has launched it; the process launches nothing before a value that it asks for is there. A message leaves when it is
+sent, or, in an operation of several ranks, when its receiver has come too. It takes every resource of its route from
+when it is free, for bytes / rate, and arrives a latency after the last has passed it. Messages that a rank sends itself
+take them one after the other. Those of an operation take all at once: NCCL sends to no rank that another one sends to,
+so that all ranks take what the busiest port does. Through resources that are faster than the slowest of the route,
+other messages pass at the same time. A wait sets the clock to the arrival; without one the rank sleeps until the
+message leaves.
 
 Messages that are not bulk queue behind each other only. While bulk is there too, each of both has half of the rate.
 """
@@ -173,6 +174,8 @@ class _Replay:
         if entry.seconds:
             self._advance(rank, COMPUTE, entry.name, entry.seconds)
         self._host[rank] += entry.host
+        if entry.waits:
+            self._host[rank] = max(self._host[rank], self._clock[rank])
         return True
 
     def _pass_boundary(self, rank: int, entry: Boundary) -> bool:

@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+AGAIN = "another call"
+"""The name of a boundary where a denoiser is called that is not the first of its step."""
+QUESTIONS = frozenset(("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount"))
+"""Operators whose result the process needs a value for: it waits for the device."""
 COPIED = "host"
 """The kind of copies from the host's memory, messages that a rank sends itself, in tapes and statistics."""
 
@@ -32,13 +36,15 @@ class Kernel:
     """Computes for `seconds` on a device of speed 1.
 
     `host`: seconds for which the process launches it, or the kernels that it stands for. `lag`: seconds from the first
-    launch to the end on a device that waits for launches only; None is `host + seconds`.
+    launch to the end on a device that waits for launches only; None is `host + seconds`. `waits`: the process waits for
+    its end.
     """
 
     name: str
     seconds: float
     host: float = 0.0
     lag: float | None = None
+    waits: bool = False
 
     @property
     def after_launch(self) -> float:
