@@ -138,6 +138,7 @@ COMPILER = Deferral(
     answers={
         **dict.fromkeys(("allow_in_graph", "assume_constant_result"), decorated_later),
         "disable": wrap_later,
+        "is_compiling": lambda module, name: lambda: type(module) is ModuleType and getattr(module, name)(),
         "eval_frame": CompiledFrames,
     },
     alone=frozenset({"_trace_wrapped_higher_order_op"}),  # for transformers

@@ -38,6 +38,8 @@ def disable(function, recursive=True):
     return lambda *args: ("disabled", recursive, function(*args))
 def optimize():
     return "optimized"
+def is_compiling():
+    return True
 def expect_true(x):
     return ("expected", x)
 """
@@ -96,9 +98,12 @@ def test_a_submodule_that_does_not_need_it_is_imported_alone(compiler: Any) -> N
 def test_nothing_is_compiled_or_symbolic_before_it_runs(compiler: Any) -> None:
     assert not isinstance(compiler, compiler.eval_frame.OptimizedModule)
     assert compiler.expect_true(True) is True
+    compiles = compiler.is_compiling
+    assert not compiles()
     assert not has_run(compiler)
     assert compiler.expect_true("a symbol") == ("expected", "a symbol")
     assert has_run(compiler)
+    assert compiles()
 
 
 def test_what_others_rely_on_is_imported_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
