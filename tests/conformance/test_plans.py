@@ -83,7 +83,7 @@ def sampled_as_asked() -> Iterator[None]:
     None has to be replaced where each prompt has a generator of its own.
     """
     names = ("noise_of_whole_batch", "no_tokens_sampled")
-    of_rows, of_tokens = (mock.patch.object(noise, name, lambda *_: nullcontext()) for name in names)
+    of_rows, of_tokens = (mock.patch.object(noise, name, return_value=nullcontext()) for name in names)
     with of_rows, of_tokens:
         yield
 
