@@ -6,6 +6,8 @@ features, weights that are gathered, encoders on one rank, images larger than a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from unittest import mock
 
@@ -19,6 +21,7 @@ from patchpar.pipeline import runner
 from patchpar.pipeline.messages import CallOptions, CallResult
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
+from patchpar.strategies.data import noise
 from tests import tiny
 from tests.breadth import first_of
 from tests.conformance.stand_in import StandIn
@@ -65,18 +68,31 @@ class Ranks:
         engine.adopt(self._pipes[transport.rank], self.plan)
         found = list[Tensor]()
         for _ in range(2):
-            given = self._call | {"generator": torch.Generator().manual_seed(3)}
+            each = [torch.Generator().manual_seed(3 + number) for number in range(self.plan.data)]
+            given = self._call | {"generator": each if len(each) > 1 else each[0]}
             result = engine.generate(given, CallOptions(plan=self.plan, verify=False, quiet=True))
             found += tensors_in(result.output) if isinstance(result, CallResult) else []
         engine.restore()
         return found
 
 
+@contextmanager
+def sampled_as_asked() -> Iterator[None]:
+    """Context in which ranks replace no function of the process, which all threads have: each would end the other's.
+
+    None has to be replaced where each prompt has a generator of its own.
+    """
+    names = ("noise_of_whole_batch", "no_tokens_sampled")
+    of_rows, of_tokens = (mock.patch.object(noise, name, return_value=nullcontext()) for name in names)
+    with of_rows, of_tokens:
+        yield
+
+
 @pytest.mark.parametrize(("name", "plan"), first_of(PLANS, *OFTEN))
 def test_a_plan_keeps_the_rules(name: str, plan: str) -> None:
     """And gives what it does on ranks that share memory."""
     stand_in = StandIn(Plan.parse(plan).world_size)
-    with mock.patch.object(runner, "silence_libraries"):
+    with mock.patch.object(runner, "silence_libraries"), sampled_as_asked():
         found = stand_in.run(Ranks(name, plan).latents)
         assert [each for each in found if isinstance(each, BaseException)] == []
         assert stand_in.faults == []

@@ -41,10 +41,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 class Dying:
-    """Ranks that need some time for an image. `dies`: (rank, which of its requests it dies at)."""
+    """Ranks that need some time for an image. `dies`: (rank, which of its requests it dies at).
 
-    def __init__(self, dies: set[tuple[int, int]]) -> None:
-        self.dies = dies
+    None begins an image before all `count` take requests: a thread that starts late would find all images made.
+    """
+
+    def __init__(self, dies: set[tuple[int, int]], count: int = 3) -> None:
+        self.dies, self.count, self.all_there = dies, count, threading.Barrier(count)
         self.made: list[tuple[int, int]] = []  # (rank, image)
         self.begun: Counter[int] = Counter()
         self.asked: Counter[int] = Counter()
@@ -53,6 +56,8 @@ class Dying:
         self.begun[rank] += 1
         heard: queue.Queue[Any] = queue.Queue()
         on_start(lambda _, word: heard.put(word))
+        if self.begun[rank] == 1:
+            self.all_there.wait(timeout=10)
         while isinstance(word := heard.get(timeout=10), ImageRequest):
             time.sleep(0.02)
             self.asked[rank] += 1
@@ -64,17 +69,18 @@ class Dying:
         return []
 
 
-def streamed(ranks: Dying, count: int = 3, images: int = 9, **options: Any) -> list[int]:
-    chosen = ImageStreamOptions(ranks=count, seed=1, **options)
+def streamed(ranks: Dying, images: int = 9, **options: Any) -> list[int]:
+    chosen = ImageStreamOptions(ranks=ranks.count, seed=1, **options)
     with ImageSession(ranks.run, chosen, {}) as stream:
         return [result.image for result in stream.map([{}] * images)]
 
 
 def test_a_killed_rank_is_started_anew_and_no_image_is_lost() -> None:
+    """Of 20 images each rank gets two: while it is busy with its first, only those that have credit are begun."""
     ranks = Dying({(1, 1), (0, 2)})
-    assert streamed(ranks) == list(range(9))
+    assert streamed(ranks, images=20) == list(range(20))
     assert ranks.begun == {0: 2, 1: 2, 2: 1}
-    assert sorted(image for _, image in ranks.made) == list(range(9)), "each once"
+    assert sorted(image for _, image in ranks.made) == list(range(20)), "each once"
 
 
 def test_a_rank_that_dies_again_and_again_is_left_out() -> None:
@@ -111,20 +117,22 @@ def test_what_a_pipeline_raises_ends_the_stream_at_once() -> None:
 
 
 def test_a_slow_rank_gets_fewer_images() -> None:
-    """Two at a time at most wait for it, and the others go on."""
-    ranks, slow = Dying(set()), threading.Event()
+    """Two at a time at most wait for it, and the others go on: it is done when they have made most images."""
+    ranks, most = Dying(set(), count=2), threading.Event()
     run = ranks.run
 
     def run_slowly(rank: int, on_event: Any, on_start: Any) -> list[Any]:
         def event(who: int, word: Any) -> None:
+            if Counter(rank for rank, _ in ranks.made)[1] > 6:
+                most.set()
             if rank == 0:
-                slow.wait(0.3)
+                most.wait(timeout=10)
             on_event(who, word)
 
         return run(rank, event, on_start)
 
     ranks.run = run_slowly  # type: ignore[method-assign]
-    assert streamed(ranks, count=2, images=12, lead=9) == list(range(12))
+    assert streamed(ranks, images=12, lead=9) == list(range(12))
     counts = Counter(rank for rank, _ in ranks.made)
     assert counts[0] < counts[1]
 
