@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.installed_weights import ranks_of_plain_call
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.verification import (
     ROUNDINGS,
@@ -32,6 +32,10 @@ from patchpar.shard.verification import (
 )
 from patchpar.shard.verification_cache import VerificationCache
 from tests.unit.threads import on_threads
+
+
+class Foreign(torch.nn.Module):
+    """Not one of diffusers' or of this package."""
 
 
 def call(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -183,6 +187,37 @@ def test_ranks_compare_foreign_code_with_as_many_plain_calls() -> None:
         return len(made)
 
     assert on_threads(2, calls) == [ROUNDINGS, ROUNDINGS]
+
+
+def test_a_plain_call_with_foreign_code_that_does_not_fit_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    """At once: none waits for the comparison, which the one without memory cannot make."""
+
+    def calls(transport: Any) -> str:
+        mesh = Communicator(transport), Axis("patch", transport.rank, 2, (0, 1))
+        network, want = Foreign(), torch.ones(3)
+        check = ForeignCheck(network, mesh, VerificationCache(tmp_path))
+        check.look(fingerprint(network))
+
+        def plain() -> torch.Tensor:
+            if transport.rank == 1:
+                raise torch.OutOfMemoryError("too little")
+            return want
+
+        call = GuardedCall(
+            form="a form",
+            split=lambda: want,
+            plain=plain,
+            cuts=list,
+            what="Foreign",
+            mixed="tokens",
+            way_out="use one device",
+        )
+        with pytest.raises(PlanError, match=r"does not fit in the memory of every rank\. .*verify=False") as refused:
+            check.run(call)
+        return str(refused.value)
+
+    first, second = on_threads(2, calls)
+    assert first == second
 
 
 @pytest.mark.parametrize(

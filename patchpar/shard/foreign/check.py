@@ -24,8 +24,9 @@ from patchpar.shard.foreign.functions import ForeignFunctions, FunctionCall
 from patchpar.shard.foreign.holders import is_foreign
 from patchpar.shard.foreign.kept_state import SavedState
 from patchpar.shard.foreign.proof import is_local
-from patchpar.shard.foreign.refusals import is_trusted, listed, untrusted
+from patchpar.shard.foreign.refusals import is_trusted, listed, untrusted, without_plain_call
 from patchpar.shard.sdpa import TORCHS
+from patchpar.shard.unsupported_model import is_out_of_memory
 from patchpar.shard.verification import (
     ROUNDINGS,
     SHAKEN,
@@ -158,7 +159,7 @@ class ForeignCheck:
         (before, after), cuts = states, list(call.cuts())
         twins, unknown = self._plain_tensors(before)
         before.put_back(twins)
-        whole, want = self._noted_or_none(call.plain, fails=unknown)
+        whole, want, failure = self._noted_or_none(call.plain, fails=unknown)
         plain_after = self._state()
         self._refuse_written(before)
         if call.exactly is not None:
@@ -170,10 +171,8 @@ class ForeignCheck:
         self._pair(after, plain_after)
         self._learn(call.form, whole, own, cuts)
         if not comparable:
-            raise UnsupportedModel(
-                f"{self.blamed} keeps tensors of this rank's part from one call to the next, and now does what it did "
-                f"not in its first call, so that the call cannot be compared with a plain one: {call.way_out}"
-            )
+            fits = every_rank_has(self.mesh, "memory", failure is None or not is_out_of_memory(failure))
+            raise without_plain_call(self.network, self.blamed, call.way_out, fits=fits)
         largest_error(self.mesh, [[found]], *self._blame(call))
 
     def _judged(self, call: GuardedCall, before: SavedState, got: Any, want: Any) -> Comparison:
@@ -186,13 +185,14 @@ class ForeignCheck:
             limit = max(limit, SHAKEN * _comparison(call.shaken(seed), want).error)
         return Comparison(error, limit)
 
-    def _noted_or_none(self, plain: Run, *, fails: bool) -> tuple[list[FunctionCall], Any]:
+    def _noted_or_none(self, plain: Run, *, fails: bool) -> tuple[list[FunctionCall], Any, Exception | None]:
+        """Return what `_noted` does; no output, but the error, for want of memory, or where the call may fail."""
         try:
-            return self._noted(plain)
-        except (RuntimeError, ValueError, IndexError):
-            if not fails:
+            return *self._noted(plain), None
+        except Exception as error:
+            if not (is_out_of_memory(error) or (fails and isinstance(error, (RuntimeError, ValueError, IndexError)))):
                 raise
-            return [], None
+            return [], None, error.with_traceback(None)  # whose frames keep tensors
 
     @property
     def blamed(self) -> str:

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PatchparError, PlanError, UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint, fingerprint
 from patchpar.shard.verification_cache import VerificationCache
 
@@ -26,6 +26,20 @@ def listed(names: tuple[str, ...]) -> str:
     """Return a text that names foreign code, for messages."""
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return f"What was put into it ({'; '.join(names[:MOST_LISTED])}{more})"
+
+
+def without_plain_call(network: nn.Module, blamed: str, way_out: str, *, fits: bool) -> PatchparError:
+    """Return the error where some rank has no output of the plain call to compare with. `fits`: in its memory."""
+    if fits:
+        return UnsupportedModel(
+            f"{blamed} keeps tensors of this rank's part from one call to the next, and now does what it did "
+            f"not in its first call, so that the call cannot be compared with a plain one: {way_out}"
+        )
+    return PlanError(
+        f"a plain call of {type(network).__name__}, with which calls that run code of another library or your own are "
+        f"compared, does not fit in the memory of every rank. {blamed}: verify=False leaves the comparison out, a "
+        "smaller image needs less memory"
+    )
 
 
 def refuse_untrusted(network: nn.Module, verifications: VerificationCache | None, divided: str, way_out: str) -> None:
