@@ -164,7 +164,6 @@ UNUSED = tuple(Deferral(module=f"torch.{name}") for name in ("masked", "nn.intri
 """Packages that torch imports for who looks for them in it."""
 DEFERRED = (COMPILER, SYMBOLS, ALGEBRA, EXPORT, DOWNLOADS, *UNUSED, *PACKAGES)
 
-
 SCANNING, SCAN, NAMES = "transformers.utils.import_utils", "create_import_structure_from_path", "fetch__all__"
 """The module of transformers that reads files for the names in them, its cached function for a folder, and the one for
 what `__all__` lists in a file, which looks at every line."""

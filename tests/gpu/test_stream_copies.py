@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.fake_cuda import DEVICE, EventCounts, fake_cuda, put_on_fake_cuda
 from benchmarks.gpu.recorder import LiveMemory, Recorder
+from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal import rope, wan
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder
@@ -25,14 +26,18 @@ from patchpar.stream.fifo.stage import FifoModel
 from patchpar.stream.flow_schedule import FlowSchedule
 from tests.stream import tiny
 
-BFLOAT = torch.bfloat16
+BFLOAT, CPU = torch.bfloat16, torch.device("cpu")
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], Any]]:
     """A GPU that is not there; what it yields puts a network on it. Noise, which NumPy makes, has no values either."""
+
+    def noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device = CPU) -> Tensor:
+        return to_device(torch.empty(shape), device)
+
     for module in (wan, queue, stage):
-        monkeypatch.setattr(module, "keyed_noise", lambda seed, block, step, shape: torch.empty(shape))
+        monkeypatch.setattr(module, "keyed_noise", noise)
 
     def put(network: Any) -> Any:
         put_on_fake_cuda(network, BFLOAT)
