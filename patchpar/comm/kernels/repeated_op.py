@@ -15,6 +15,15 @@ from patchpar.comm.kernels.fused_op import FusedOp, is_fused
 from patchpar.comm.kernels.program import Compiled
 
 
+def without_result(launch: Callable[..., Compiled | None]) -> Callable[..., None]:
+    """Return `launch` as an operator calls it, which returns nothing."""
+
+    def launched(*args: Any) -> None:
+        launch(*args)
+
+    return launched
+
+
 class RepeatedOp:
     """Runs `op`, which returns nothing. Its kernel is launched again at once while all arguments are the same objects.
 

@@ -12,14 +12,14 @@ values; batch), N heads, D head width. Buffers are [T, X, N, D], in the order of
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
 from patchpar.comm.kernels.program import Compiled, Program
-from patchpar.comm.kernels.repeated_op import RepeatedOp
+from patchpar.comm.kernels.repeated_op import RepeatedOp, without_result
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.precision import wide
 
@@ -111,7 +111,7 @@ def correct_run(into: Tensor, newest: Tensor, previous: Tensor | None, fit: Tens
 _CORRECT_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "correct_tokens_program")
 
 
-def _launch_correct(
+def launch_correct_tokens(
     attended: Tensor,
     newest: Tensor,
     previous: Tensor | None,
@@ -137,11 +137,6 @@ def _launch_correct(
     )
 
 
-def launch_correct_tokens(*args: Any) -> None:
-    """Launch the kernel: see the twin."""
-    _launch_correct(*args)
-
-
 @lru_cache(maxsize=SHAPES_KEPT)
 def most_tokens(runs: tuple[int, ...]) -> int:
     """Return the largest number of tokens of a rank."""
@@ -152,14 +147,14 @@ correct_tokens = fused_op(
     "correct_tokens(Tensor(a!) attended, Tensor newest, Tensor(b!)? previous, Tensor? fits, Tensor ratio, "
     "Tensor table, int[] runs) -> ()",
     eager=correct_tokens_eager,
-    launch=launch_correct_tokens,
+    launch=without_result(launch_correct_tokens),
     fake=nothing,
 )
 
 
 def repeated_correction() -> RepeatedOp:
     """Return `correct_tokens` for one exchange point."""
-    return RepeatedOp(correct_tokens, _launch_correct)
+    return RepeatedOp(correct_tokens, launch_correct_tokens)
 
 
 def extrapolate_tokens_eager(
@@ -179,7 +174,7 @@ def extrapolate_tokens_eager(
 _EXTRAPOLATE_TOKENS = Program("patchpar.shard.kernels.programs.correct_tokens", "extrapolate_tokens_program")
 
 
-def _launch_extrapolation(
+def launch_extrapolate_tokens(
     into: Tensor, newest: Tensor, previous: Tensor, along: Tensor | None, ratio: Tensor
 ) -> Compiled | None:
     """Launch the kernel for `newest` [l, X, N, D]: a program for a few tokens of each head. See the twin."""
@@ -197,19 +192,14 @@ def _launch_extrapolation(
     )
 
 
-def launch_extrapolate_tokens(*args: Any) -> None:
-    """Launch the kernel: see the twin."""
-    _launch_extrapolation(*args)
-
-
 extrapolate_tokens = fused_op(
     "extrapolate_tokens(Tensor(a!) into, Tensor newest, Tensor previous, Tensor? along, Tensor ratio) -> ()",
     eager=extrapolate_tokens_eager,
-    launch=launch_extrapolate_tokens,
+    launch=without_result(launch_extrapolate_tokens),
     fake=nothing,
 )
 
 
 def repeated_extrapolation() -> RepeatedOp:
     """Return `extrapolate_tokens` for one exchange point."""
-    return RepeatedOp(extrapolate_tokens, _launch_extrapolation)
+    return RepeatedOp(extrapolate_tokens, launch_extrapolate_tokens)

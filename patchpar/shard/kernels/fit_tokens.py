@@ -13,14 +13,14 @@ Shape letters: l own tokens, s sampled ones, X = 2, B (keys and values; batch), 
 [X, N, 1 + 2 D]: for each head the fraction of the line, a scale and a shift of each channel.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import fused_op, nothing
 from patchpar.comm.kernels.program import Compiled, Program
-from patchpar.comm.kernels.repeated_op import RepeatedOp
+from patchpar.comm.kernels.repeated_op import RepeatedOp, without_result
 from patchpar.shard.kernels.map_layout import power_of_2
 
 RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
@@ -139,7 +139,7 @@ def _centred(x_sXND: Tensor) -> Tensor:
 _FIT_TOKENS = Program("patchpar.shard.kernels.programs.fit_tokens", "fit_tokens_program")
 
 
-def _launch_fit(
+def launch_fit_tokens(
     into: Tensor,
     own: Tensor,
     mean: Tensor,
@@ -150,7 +150,7 @@ def _launch_fit(
     ratio: Tensor,
     stride: int,
 ) -> Compiled | None:
-    """Launch the kernel: a program for each head of keys or values of a sample. See `launch_fit_tokens`."""
+    """Launch the kernel: a program for each head of keys or values of a sample. See the twin."""
     width = own.shape[-1]
     columns = power_of_2(width)
     return _FIT_TOKENS.launch(
@@ -180,11 +180,6 @@ def _launch_fit(
     )
 
 
-def launch_fit_tokens(*args: Any) -> None:
-    """Launch the kernel: see the twin."""
-    _launch_fit(*args)
-
-
 def empty_fit(own: Tensor) -> Tensor:
     """Return an empty tensor for the fit [X, N, 1 + 2 D] of tokens `own` [l, X, N, D]."""
     return own.new_empty((*own.shape[1:-1], 1 + 2 * own.shape[-1]))
@@ -194,14 +189,14 @@ fit_tokens = fused_op(
     "fit_tokens(Tensor(f!) into, Tensor own, Tensor(a!) mean, Tensor(b!) tokens, Tensor(c!)? mean_before, "
     "Tensor(d!)? tokens_before, Tensor(e!)? along, Tensor ratio, int stride) -> ()",
     eager=fit_tokens_eager,
-    launch=launch_fit_tokens,
+    launch=without_result(launch_fit_tokens),
     fake=nothing,
 )
 
 
 def repeated_fit() -> RepeatedOp:
     """Return `fit_tokens` for one exchange point."""
-    return RepeatedOp(fit_tokens, _launch_fit)
+    return RepeatedOp(fit_tokens, launch_fit_tokens)
 
 
 def sample_tokens_eager(

@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, nothing
 from patchpar.comm.kernels.program import Compiled, Program
-from patchpar.comm.kernels.repeated_op import RepeatedOp
+from patchpar.comm.kernels.repeated_op import RepeatedOp, without_result
 from patchpar.shard.kernels.map_layout import power_of_2
 from patchpar.shard.kernels.quantize_delta import most_of, quantize_delta
 from patchpar.shard.precision import wide
@@ -107,7 +107,7 @@ _AVERAGE_TOKENS = Program("patchpar.shard.kernels.programs.pack_tokens", "averag
 _QUANTIZE_TOKENS = Program("patchpar.shard.kernels.programs.pack_tokens", "quantize_tokens_program")
 
 
-def _launch_packing(
+def launch_pack_tokens(
     buffer: Tensor,
     own: Tensor,
     copy: Tensor | None,
@@ -143,11 +143,6 @@ def _launch_packing(
     )
 
 
-def launch_pack_tokens(*args: Any) -> None:
-    """Launch the kernel: see the twin."""
-    _launch_packing(*args)
-
-
 @lru_cache(maxsize=SHAPES_KEPT)
 def _grid_of(runs: tuple[int, ...], length: int, heads: int, width: int) -> tuple[tuple[int, int, int], int]:
     """Return the grid of the program, and its windows."""
@@ -159,11 +154,11 @@ pack_tokens = fused_op(
     "pack_tokens(Tensor(a!) buffer, Tensor own, Tensor(b!)? copy, Tensor windows, Tensor table, int[] runs, int pool, "
     "int bits) -> ()",
     eager=pack_tokens_eager,
-    launch=launch_pack_tokens,
+    launch=without_result(launch_pack_tokens),
     fake=nothing,
 )
 
 
 def repeated_packing() -> RepeatedOp:
     """Return `pack_tokens` for one exchange point."""
-    return RepeatedOp(pack_tokens, _launch_packing)
+    return RepeatedOp(pack_tokens, launch_pack_tokens)
