@@ -19,7 +19,7 @@ from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
 from tests.breadth import first_of
 from tests.live.test_pages import until
-from tests.live.test_video import RATE, speech
+from tests.media.test_video_encoder import RATE, speech
 
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")

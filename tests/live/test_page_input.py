@@ -24,8 +24,8 @@ from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophon
 from patchpar.stream.web.server import HOME
 from patchpar.stream.web.viewer import VideoScreen
 from tests.live.test_pages import fetch, until
-from tests.live.test_video import RATE
-from tests.unit.test_image_file import huge_png
+from tests.media.test_image_file import huge_png
+from tests.media.test_video_encoder import RATE
 
 Inputs = tuple[VideoScreen, PageMicrophone, PageCamera]
 

@@ -31,7 +31,7 @@ from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, FrameTrack, Ou
 from tests.app.browser import installed, started
 from tests.live.test_browser import LEVEL
 from tests.live.test_pages import fetch, until
-from tests.live.test_video import RATE
+from tests.media.test_video_encoder import RATE
 
 FPS, SIDE = 20, 64
 CHROMIUM = installed()

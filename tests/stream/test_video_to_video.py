@@ -23,6 +23,7 @@ from torch import Tensor
 
 from patchpar.cli.stream.images import ImageFrames
 from patchpar.errors import PlanError
+from patchpar.media.video_encoder import VideoFormat, VideoWriter
 from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
@@ -32,7 +33,6 @@ from patchpar.stream.messages import BeginBlock
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo, VideoSource, frames_from
-from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_live_inputs import until
 from tests.stream.test_session import COURSE, FORMAT, Ranks

@@ -85,7 +85,7 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
         return "live"
     if folder.rate is None:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
-    from patchpar.stream.audio.audio_file import read_audio
+    from patchpar.media.audio_file import read_audio
 
     path = embedded_model(FACE) / "speech.wav" if request.audio == SPEECH else path_of(request.audio)
     audio = read_audio(path, folder.rate)

@@ -189,7 +189,7 @@ def _read_pose(data: bytes) -> io.BytesIO:
 
 def _read_audio(data: bytes, rate: int | None, most: float) -> Any:
     """Return the AudioFile of the bytes of a file of at most `most` seconds, at `rate`. Raises RequestError."""
-    from patchpar.stream.audio.audio_file import read_audio
+    from patchpar.media.audio_file import read_audio
 
     if rate is None:
         raise RequestError("this model takes no audio: leave the file out", param=AUDIO, code="unsupported_parameter")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.media.resample import Resampler
 from patchpar.models.speech.config import SpeechConfig
 from patchpar.plan.scalars import is_number, plain
 from patchpar.stream.audio.conditioner import AudioConfig
-from patchpar.stream.audio.resample import Resampler
 
 AudioInputs = AudioConfig | SpeechConfig
 """How much audio a block of a model needs, and what the model makes of it."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
+from patchpar.media.mp4_fragments import Mp4Fragment, Mp4Header
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,8 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
 from patchpar.errors import PlanError
+from patchpar.media.pcm_pipe import RATES, PcmFormat
 from patchpar.plan.json_files import object_of
-from patchpar.stream.audio.pcm_pipe import RATES, PcmFormat
 from patchpar.stream.web.feed import ImageFeed, VideoFeed
 from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
 from patchpar.stream.web.server import trusted

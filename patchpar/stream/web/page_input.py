@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file
-from patchpar.stream.audio.pcm_pipe import PcmFormat
+from patchpar.media.image_file import read_image_file
+from patchpar.media.pcm_pipe import PcmFormat
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 20

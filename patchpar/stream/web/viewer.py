@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.media.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
 from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.page_input import PageInputs
 from patchpar.stream.web.server import WebServer, names_of
 

@@ -27,8 +27,8 @@ from aiortc.mediastreams import MediaStreamError
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import check_pixels
-from patchpar.stream.audio.resample import Resampler
+from patchpar.media.image_file import check_pixels
+from patchpar.media.resample import Resampler
 from patchpar.stream.web.frame_player import FramePlayer
 from patchpar.stream.web.page_input import MAX_PIXELS, PageInput, PageInputs
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.pcm_pipe import EXTENSIBLE, PcmFormat, PcmPipe
+from patchpar.media.pcm_pipe import EXTENSIBLE, PcmFormat, PcmPipe
 from patchpar.stream.audio.track import AudioTrack
-from tests.stream.test_audio_file import tone
+from tests.media.test_audio_file import tone
 from tests.stream.tiny import AUDIO, FRAMES
 
 RAW = PcmFormat(rate=16000)

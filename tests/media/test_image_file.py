@@ -17,7 +17,7 @@ from patchpar.cli.stream.images import ImageFrames
 from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
-from patchpar.models.image_file import MOST_PIXELS, read_image_file, read_mask_file
+from patchpar.media.image_file import MOST_PIXELS, read_image_file, read_mask_file
 from patchpar.stream import video_source
 from patchpar.stream.video_source import frames_from, load_reference_image
 
@@ -85,7 +85,7 @@ def test_frames_of_a_video_are_as_well(tmp_path: Path, monkeypatch: pytest.Monke
         container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
         container.mux(stream.encode())
     assert ImageFrames.of(path, 8).fps == 8
-    monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 48 - 1,))
+    monkeypatch.setattr("patchpar.media.image_file.check_pixels.__defaults__", (64 * 48 - 1,))
     for fps in (None, 8):  # before any worker is started
         with pytest.raises(PlanError, match=r"a frame of --input .* has 64 x 48 pixels"):
             ImageFrames.of(path, fps)
@@ -119,8 +119,8 @@ def test_large_frames_of_a_video_are_never_decoded(
     assert len(list(frames_from(path, 4, 8, 8))) >= len(sides) - 1
     assert 128 in widths, "the control"
     widths.clear()
-    monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 64,))
-    monkeypatch.setattr("patchpar.stream.media_file.MOST_PIXELS", 64 * 64)
+    monkeypatch.setattr("patchpar.media.image_file.check_pixels.__defaults__", (64 * 64,))
+    monkeypatch.setattr("patchpar.media.media_file.MOST_PIXELS", 64 * 64)
     with pytest.raises(PlanError, match=r"a frame of video=.* has 128 x 128 pixels|cannot be read"):
         list(frames_from(path, 4, 8, 8))
     assert 128 not in widths

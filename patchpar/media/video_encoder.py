@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.resample import Resampler
+from patchpar.media.resample import Resampler
 
 AUDIO_RATE = 48_000
 """Samples per second that both audio codecs support."""

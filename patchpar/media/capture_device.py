@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch.time_limit import TimedOut, time_limited
-from patchpar.models.image_file import check_pixels
+from patchpar.media.image_file import check_pixels
 
 MICROPHONES = {
     "linux": (("pulse", "default"), ("alsa", "default")),

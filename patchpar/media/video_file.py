@@ -43,7 +43,7 @@ def write_video(frames: NDArray[np.uint8], target: str, fps: float, suffix: str 
     import numpy as np
     import torch
 
-    from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
+    from patchpar.media.video_encoder import VideoFormat, VideoWriter
 
     height, width = frames.shape[1:3]
     container, codec, _ = FORMATS[suffix]

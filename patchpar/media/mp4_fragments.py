@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.stream.web.video_encoder import VideoEncoder, VideoFormat
+from patchpar.media.video_encoder import VideoEncoder, VideoFormat
 
 EMPTY = {"movflags": "empty_moov+default_base_moof"}
 QUICK = {"preset": "veryfast", "tune": "zerolatency", "forced-idr": "1", "profile": "high", "crf": "20"}

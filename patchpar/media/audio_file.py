@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.media_file import open_media
+from patchpar.media.media_file import open_media
 
 GUESSED = ("mp3", "aac", "ac3", "mpeg", "mpegts")
 MISSING = 0.25

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.stream.audio.resample import Resampler
+from patchpar.media.resample import Resampler
 from tests.tensors import noise
 
 

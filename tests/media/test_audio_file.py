@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.audio_file import read_audio
+from patchpar.media.audio_file import read_audio
 
 
 def tone(rate: int, seconds: float, hertz: float = 220.0) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.stream.web.video_file import FORMATS, frames_of, write_video
+from patchpar.media.video_file import FORMATS, frames_of, write_video
 
 
 def test_values_beyond_black_and_white_are_black_and_white() -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.web.mp4_fragments import QUICK
-from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
+from patchpar.media.mp4_fragments import QUICK
+from patchpar.media.video_encoder import VideoFormat, VideoWriter
 
 RATE = 16000
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from patchpar.models.image_file import MOST_PIXELS, check_pixels
+from patchpar.media.image_file import MOST_PIXELS, check_pixels
 
 FORMATS = (
     *("mov", "matroska", "avi", "mpeg", "mpegts", "flv", "asf", "ogg", "nut", "mxf", "ivf", "gif", "apng"),

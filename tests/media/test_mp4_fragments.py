@@ -11,8 +11,8 @@ import av
 import numpy as np
 import pytest
 
-from patchpar.stream.web.mp4_fragments import ALONE, NEEDS_OTHERS, FragmentEncoder, Mp4Fragment, Mp4Header, with_lengths
-from tests.live.test_video import RATE, decoded, frames, speech
+from patchpar.media.mp4_fragments import ALONE, NEEDS_OTHERS, FragmentEncoder, Mp4Fragment, Mp4Header, with_lengths
+from tests.media.test_video_encoder import RATE, decoded, frames, speech
 
 
 def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[Mp4Fragment]]]:
