@@ -46,12 +46,12 @@ from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk
 from tests.cli.test_real import assert_libraries_are_silent
-from tests.live.test_pages import jpegs
 from tests.media.test_audio_file import tone, write_wav
 from tests.stream.test_images import quiet
 from tests.stream.test_journal import arrived, origin
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
+from tests.web.test_pages import jpegs
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
 from patchpar.stream.model_index import is_block_causal
-from patchpar.stream.web.server import check_port
+from patchpar.web.server import check_port
 
 Late = Literal["block", "drop_oldest", "skip_to_live"]
 """The policies for a slow consumer of `stream.delivery`, which imports torch."""

@@ -14,7 +14,7 @@ import typer
 
 from patchpar.cli.stream.flags import PAGE, device_of, kind_of
 from patchpar.errors import PlanError
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from patchpar.media.mp4_fragments import Mp4Fragment, Mp4Header
-from patchpar.stream.web import feed as feed_module
-from patchpar.stream.web.feed import BOUNDARY, ImageFeed, MediaFeed, VideoFeed
+from patchpar.web import feed as feed_module
+from patchpar.web.feed import BOUNDARY, ImageFeed, MediaFeed, VideoFeed
 
 HEAD = Mp4Header(mime="video/mp4", data=b"head ")
 T = TypeVar("T")

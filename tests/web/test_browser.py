@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import ImageScreen, VideoScreen
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone
+from patchpar.web.server import HOME
+from patchpar.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
 from tests.breadth import first_of
-from tests.live.test_pages import until
 from tests.media.test_video_encoder import RATE, speech
+from tests.web.test_pages import until
 
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")

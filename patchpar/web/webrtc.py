@@ -29,8 +29,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.media.image_file import check_pixels
 from patchpar.media.resample import Resampler
-from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.page_input import MAX_PIXELS, PageInput, PageInputs
+from patchpar.web.frame_player import FramePlayer
+from patchpar.web.page_input import MAX_PIXELS, PageInput, PageInputs
 
 MAX_PEERS = 8
 """Each has an encoder of its own."""

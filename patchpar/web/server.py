@@ -109,7 +109,7 @@ class WebServer:
         """Serve an ASGI application, with `grace` seconds for open responses at the end. Raises LaunchError."""
         import uvicorn
 
-        from patchpar.stream.web.port_protocol import PortProtocol
+        from patchpar.web.port_protocol import PortProtocol
 
         config = uvicorn.Config(
             application,

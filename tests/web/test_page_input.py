@@ -19,13 +19,13 @@ from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
 from patchpar.stream.video_source import load_reference_image
-from patchpar.stream.web import http_page
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import VideoScreen
-from tests.live.test_pages import fetch, until
+from patchpar.web import http_page
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of
+from patchpar.web.server import HOME
+from patchpar.web.viewer import VideoScreen
 from tests.media.test_image_file import huge_png
 from tests.media.test_video_encoder import RATE
+from tests.web.test_pages import fetch, until
 
 Inputs = tuple[VideoScreen, PageMicrophone, PageCamera]
 

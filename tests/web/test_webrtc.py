@@ -23,15 +23,15 @@ import torch
 from aiortc import MediaStreamTrack, RTCConfiguration, RTCPeerConnection, RTCSessionDescription
 
 from patchpar.errors import PlanError
-from patchpar.stream.web import viewer, webrtc
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import VideoScreen
-from patchpar.stream.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, FrameTrack, OutgoingAudio
+from patchpar.web import viewer, webrtc
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone
+from patchpar.web.server import HOME
+from patchpar.web.viewer import VideoScreen
+from patchpar.web.webrtc import AUDIO_RATE, AUDIO_SAMPLES, FrameTrack, OutgoingAudio
 from tests.app.browser import installed, started
-from tests.live.test_browser import LEVEL
-from tests.live.test_pages import fetch, until
 from tests.media.test_video_encoder import RATE
+from tests.web.test_browser import LEVEL
+from tests.web.test_pages import fetch, until
 
 FPS, SIDE = 20, 64
 CHROMIUM = installed()

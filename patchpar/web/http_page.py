@@ -20,12 +20,12 @@ from starlette.requests import HTTPConnection
 from patchpar.errors import PlanError
 from patchpar.media.pcm_pipe import RATES, PcmFormat
 from patchpar.plan.json_files import object_of
-from patchpar.stream.web.feed import ImageFeed, VideoFeed
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
-from patchpar.stream.web.server import trusted
+from patchpar.web.feed import ImageFeed, VideoFeed
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone, image_of, samples_of
+from patchpar.web.server import trusted
 
 if TYPE_CHECKING:
-    from patchpar.stream.web.webrtc import RtcPeers
+    from patchpar.web.webrtc import RtcPeers
 
 MAX_OFFER = 1 << 16
 """Bytes of a session description."""

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 
 from patchpar.errors import LaunchError, PlanError
-from patchpar.stream.web import server as server_module
-from patchpar.stream.web.server import HOME, WebServer, check_port, is_local
+from patchpar.web import server as server_module
+from patchpar.web.server import HOME, WebServer, check_port, is_local
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 

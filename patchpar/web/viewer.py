@@ -10,10 +10,10 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.media.mp4_fragments import FragmentEncoder
-from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
-from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.page_input import PageInputs
-from patchpar.stream.web.server import WebServer, names_of
+from patchpar.web.feed import ImageFeed, MediaFeed, VideoFeed
+from patchpar.web.frame_player import FramePlayer
+from patchpar.web.page_input import PageInputs
+from patchpar.web.server import WebServer, names_of
 
 KEPT = 4
 """Key frames of a video that are stored: some seconds by which a browser may lag without missing frames."""
@@ -55,7 +55,7 @@ class ImageScreen:
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
-        from patchpar.stream.web.http_page import image_page  # needs the extra that WebPage checks
+        from patchpar.web.http_page import image_page  # needs the extra that WebPage checks
 
         self._player.start()
         self.page.open(image_page)
@@ -117,13 +117,13 @@ class VideoScreen:
         self._writer = VideoFeedWriter(self._feed, fps, rate)
         self._peers: Any = None
         if webrtc:
-            from patchpar.stream.web.webrtc import RtcPeers
+            from patchpar.web.webrtc import RtcPeers
 
             self._peers = RtcPeers(fps, rate, self._inputs)
 
     def open(self) -> None:
         """Start serving. Raises LaunchError."""
-        from patchpar.stream.web.http_page import video_page
+        from patchpar.web.http_page import video_page
 
         self.page.open(partial(video_page, inputs=self._inputs, peers=self._peers))
 

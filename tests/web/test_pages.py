@@ -27,12 +27,12 @@ from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
 from patchpar.media.mp4_fragments import Mp4Fragment, Mp4Header
-from patchpar.stream.web import frame_player, port_protocol
-from patchpar.stream.web import viewer as screen_module
-from patchpar.stream.web.feed import BOUNDARY, VideoFeed
-from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.server import HOME, WebServer, names_of
-from patchpar.stream.web.viewer import KEPT, ImageScreen, VideoScreen
+from patchpar.web import frame_player, port_protocol
+from patchpar.web import viewer as screen_module
+from patchpar.web.feed import BOUNDARY, VideoFeed
+from patchpar.web.frame_player import FramePlayer
+from patchpar.web.server import HOME, WebServer, names_of
+from patchpar.web.viewer import KEPT, ImageScreen, VideoScreen
 from tests.media.test_video_encoder import RATE, frames, speech
 
 
