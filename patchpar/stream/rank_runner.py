@@ -22,12 +22,12 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
-    ModelFacts,
     ProducedBlock,
     PromptUpdate,
     StreamRun,
     Update,
 )
+from patchpar.stream.model_facts import ModelFacts
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
 

@@ -21,7 +21,8 @@ from patchpar.stream.base_session import LOST, BaseSession, Closing
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.queue import FifoConfig
-from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
+from patchpar.stream.messages import ProducedBlock, StreamRun
+from patchpar.stream.model_facts import ModelFacts
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 

@@ -27,7 +27,8 @@ from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import Change, Reference, StepConditions
-from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.model_facts import ModelFacts
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import StageRunner

@@ -25,7 +25,7 @@ from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.messages import ModelFacts
+from patchpar.stream.model_facts import ModelFacts
 from patchpar.stream.model_index import low_noise_below
 
 FrameDecoder = WanDecoder | LtxDecoder

@@ -10,7 +10,8 @@ from patchpar.stream.causal.checkpoint import RequiredWeights
 from patchpar.stream.events import Change
 from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
-from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
+from patchpar.stream.messages import PromptUpdate, StreamRun, Update
+from patchpar.stream.model_facts import ModelFacts
 from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
 from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import StageRunner
