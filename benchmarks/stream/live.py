@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.page import publish
-from patchpar.stream.audio.conditioner import AudioConfig
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.models.streaming.causal.audio_conditioner import AudioConfig
+from patchpar.stream.audio_track import AudioTrack
 from patchpar.stream.delivery import Output, StreamDelivery, StreamFormat
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, PromptUpdate, StreamRun
 from patchpar.stream.session import StreamSession

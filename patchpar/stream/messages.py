@@ -13,10 +13,10 @@ from typing import Any, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import LONGEST_PROMPT, MOST_FRAMES
+from patchpar.plan.json_fields import text
 from patchpar.plan.scalars import is_whole
-from patchpar.stream.config import LONGEST_PROMPT, MOST_FRAMES
 from patchpar.stream.events import Change, Transition
-from patchpar.stream.json_fields import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,11 +37,11 @@ from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamEnding, T
 from patchpar.cli.stream.video import _audio
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
-from patchpar.stream import config
+from patchpar.models.streaming import config
+from patchpar.models.streaming.video_folder import SELF_FORCING
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Output, StreamDelivery
 from patchpar.stream.journal import StreamJournal
-from patchpar.stream.model_index import SELF_FORCING
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk

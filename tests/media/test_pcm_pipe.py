@@ -16,7 +16,7 @@ import torch
 
 from patchpar.errors import PlanError
 from patchpar.media.pcm_pipe import EXTENSIBLE, PcmFormat, PcmPipe
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio_track import AudioTrack
 from tests.media.test_audio_file import tone
 from tests.stream.tiny import AUDIO, FRAMES
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.media import capture_device
 from patchpar.media.capture_device import CaptureDevice, camera, microphone
-from patchpar.stream.audio.track import AudioTrack, KeepAlive
+from patchpar.stream.audio_track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.live_inputs import AHEAD_SECONDS, QUIET_SECONDS, Camera, LiveAudio, LiveFrames
 from patchpar.stream.session import StreamSession

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from patchpar.cli import app
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import StreamConfig
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import StreamRecording

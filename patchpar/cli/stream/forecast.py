@@ -13,8 +13,8 @@ from patchpar.plan.scalars import whole_in
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.config import StreamConfig
+    from patchpar.models.streaming.config import StreamConfig
+    from patchpar.models.streaming.stream_folder import StreamFolder
     from patchpar.stream.plan import StreamPlan
 
 COSTS = ("step", "decode", "link", "rate")
@@ -24,7 +24,7 @@ ITEM = 2
 
 def forecast(request: StreamFlags) -> None:
     """Print the plan and, with --costs, the expected speed. Raises PlanError."""
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
 
     folder, devices = StreamFolder.read(request.weights, has_weights=False), number_of(request.devices)
     plan = plan_of(folder, devices, request.inner)
@@ -37,7 +37,7 @@ def forecast(request: StreamFlags) -> None:
 
 def plan_of(folder: StreamFolder, devices: int, inner: int | None) -> StreamPlan:
     """Return the plan of a stream of this model. `inner`: ranks per step, None for one. Raises PlanError."""
-    from patchpar.stream.causal.step_sharding import check_inner
+    from patchpar.models.streaming.causal.step_sharding import check_inner
     from patchpar.stream.plan import StreamPlan
 
     plan = StreamPlan.on_devices(folder.config.pipeline_steps, devices, inner=1 if inner is None else inner)

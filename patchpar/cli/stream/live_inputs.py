@@ -18,7 +18,7 @@ from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.config import StreamConfig
+    from patchpar.models.streaming.config import StreamConfig
     from patchpar.stream.live_inputs import Camera, LiveAudioInput, LiveImageInput
     from patchpar.stream.session import StreamSession
 

@@ -24,7 +24,7 @@ from patchpar.models.files import embedded_model, path_of
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
     from patchpar.stream.delivery import Pacing
     from patchpar.stream.plan import StreamPlan
 
@@ -34,7 +34,7 @@ HOLD = 0.5
 
 def stream_video(request: StreamFlags) -> None:
     """Run the stream and report. Raises PlanError and the errors of the ranks."""
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
     from patchpar.stream.video_source import load_reference_image
 
     folder = StreamFolder.read(request.weights)

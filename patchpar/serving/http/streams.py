@@ -177,7 +177,7 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
 
 def _read_pose(data: bytes) -> io.BytesIO:
     """Return the bytes of a video, whose images are read while the stream runs. Raises RequestError."""
-    from patchpar.stream.config import MOST_FPS
+    from patchpar.models.streaming.config import MOST_FPS
     from patchpar.stream.video_source import pose_frames
 
     try:

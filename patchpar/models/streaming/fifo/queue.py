@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import LEAST_FPS, MOST_FPS
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.plan.json_fields import number, whole
 from patchpar.plan.scalars import is_number, is_whole, make_plain
-from patchpar.stream.config import LEAST_FPS, MOST_FPS
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
-from patchpar.stream.json_fields import number, whole
 
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
 """The model's prediction for frames [1, C, F, H, W] at F noise levels, 0 to 1: noise minus clean frame."""

@@ -8,8 +8,8 @@ from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME, STREAM_CONFIG, path_of, resolve_model
 from patchpar.models.hub import OPTIONS, fetched, no_folder
 from patchpar.models.model_index import INDEX
+from patchpar.plan.json_fields import number
 from patchpar.plan.json_files import read_object
-from patchpar.stream.json_fields import number
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 """The denoisers of a pipeline. Wan 2.2 has one for each range of noise levels, other models have the first only."""

@@ -20,11 +20,11 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.loading import MALFORMED, dtype_of, load_pipeline, with_dtype
 from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
 from patchpar.models.speech.parts import SpeechParts, align_weights
-from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
-from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.lora import LORA, LoraFile, check_lora, merge_lora
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below, read_index
-from patchpar.stream.weight_files import are_original, as_diffusers, first_names
+from patchpar.models.streaming.causal.audio_conditioner import CONFIG as AUDIO_FILE
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner
+from patchpar.models.streaming.lora import LORA, LoraFile, check_lora, merge_lora
+from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, low_noise_below, read_index
+from patchpar.models.streaming.weight_files import are_original, as_diffusers, first_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.frame_packer import packed_grids
 from patchpar.models.speech.parts import SpeechParts
-from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPass
-from patchpar.stream.causal.causal_wan import BlockInputs, CausalWan
-from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
-from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.config import CausalOptions
+from patchpar.models.streaming.causal.attention_passes import BlockPass, KVWindow, SinkPass
+from patchpar.models.streaming.causal.causal_wan import BlockInputs, CausalWan
+from patchpar.models.streaming.causal.rope import PatchGrid, Rotary, RotaryPositions
+from patchpar.models.streaming.causal.step_sharding import StepGroup
+from patchpar.models.streaming.config import CausalOptions
 
 REFERENCE_TIME = 30
 """The reference's place in training, in latent frames after the first one of a video."""

@@ -18,14 +18,14 @@ from patchpar.models.files import path_of
 from patchpar.models.speech.config import AFTER, SpeechConfig
 from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.parts import SpeechParts
+from patchpar.models.streaming.checkpoint import check_weights, transformer_of
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.families import SPEECH, StreamFamily, family_of
+from patchpar.models.streaming.lora import LoraFile, merge_lora, refuse_lora
+from patchpar.models.streaming.stream_folder import LOADED_BY_US
+from patchpar.models.streaming.video_folder import CONFIG, HIGH_NOISE, local_folder
+from patchpar.models.streaming.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefix
 from patchpar.plan.json_files import read_object
-from patchpar.stream.causal.checkpoint import check_weights, transformer_of
-from patchpar.stream.causal.lora import LoraFile, merge_lora, refuse_lora
-from patchpar.stream.causal.model_folder import LOADED_BY_US
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.families import SPEECH, StreamFamily, family_of
-from patchpar.stream.model_index import CONFIG, HIGH_NOISE, local_folder
-from patchpar.stream.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefix
 
 PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
 WAV2VEC2 = "wav2vec2-large-xlsr-53-english"

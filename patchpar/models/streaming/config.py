@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.families import FAMILIES
+from patchpar.models.streaming.flow_schedule import FlowSchedule, Sampler
+from patchpar.models.streaming.video_folder import CONFIG, HIGH_NOISE, SCHEDULER, is_self_forcing, low_noise_below
+from patchpar.plan.json_fields import flag, number, text, whole
 from patchpar.plan.json_files import read_object
 from patchpar.plan.scalars import make_plain
-from patchpar.stream.families import FAMILIES
-from patchpar.stream.flow_schedule import FlowSchedule, Sampler
-from patchpar.stream.json_fields import flag, number, text, whole
-from patchpar.stream.model_index import CONFIG, HIGH_NOISE, SCHEDULER, is_self_forcing, low_noise_below
 
 LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}
 MOST_STEPS, LONGEST_PROMPT = 1000, 2**16
@@ -30,7 +30,7 @@ class CausalOptions:
     stores rotated keys ("abs"), or keys are rotated at each read ("relative"), see `causal.attention_passes`. `sinks`:
     blocks of the window that are the stream's first ones for good, see `KVWindow` there. `history`: each step attends
     to earlier blocks at its own noise level ("noisy"), or all steps attend to finished blocks, whose keys and values
-    are computed once ("clean") or anew for each block ("recompute"), see `causal.clean_history`; as the model
+    are computed once ("clean") or anew for each block ("recompute"), see `stream.causal.clean_history`; as the model
     was trained.
     """
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import path_of
+from patchpar.models.streaming.weight_files import diffusers_modules, entry_of, first_names, read_entries, tensors_of
+from patchpar.plan.json_fields import number
 from patchpar.plan.json_files import object_of, read_object
-from patchpar.stream.json_fields import number
-from patchpar.stream.weight_files import diffusers_modules, entry_of, first_names, read_entries, tensors_of
 
 LORA = "lora"
 """The option with a LoRA to merge, `PATH:SCALE`, beside those of diffusers' from_pretrained."""

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.stream.causal.rope import Rotary, RotaryPositions, rotate
-from patchpar.stream.config import CausalOptions
+from patchpar.models.streaming.causal.rope import Rotary, RotaryPositions, rotate
+from patchpar.models.streaming.config import CausalOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.media.audio_file import AudioFile, read_audio
 from patchpar.models.files import path_of
-from patchpar.stream.audio.track import AudioInputs, AudioSource, AudioTrack, KeepAlive
+from patchpar.stream.audio_track import AudioInputs, AudioSource, AudioTrack, KeepAlive
 
 Voice = tuple[Tensor, int] | str | Path | AudioFile
 Audio = Voice | list[Voice] | None

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.parts import SpeechParts
+from patchpar.models.streaming.causal.attention_passes import BlockPass, KVWindow, SinkPass, WindowSize
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner
+from patchpar.models.streaming.causal.rope import PatchGrid, Rotary, RotaryPositions
+from patchpar.models.streaming.causal.step_sharding import ShardedFrames, StepGroup
+from patchpar.models.streaming.config import CausalOptions
 from patchpar.shard.hooks import HookSet
-from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.attention_passes import BlockPass, KVWindow, SinkPass, WindowSize
-from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
-from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
-from patchpar.stream.config import CausalOptions
 
 Hearing = AudioConditioner | SpeechParts
 """What gives a transformer cross-attention to audio."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.models.streaming.flow_schedule import FlowSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

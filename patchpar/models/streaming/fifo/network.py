@@ -21,12 +21,12 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.loading import load_pipeline, with_dtype
+from patchpar.models.streaming.checkpoint import RequiredWeights, hollow_transformer, load_wan
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.fifo.ltx_decoder import LtxDecoder, latents_late
+from patchpar.models.streaming.model_facts import ModelFacts
+from patchpar.models.streaming.video_folder import low_noise_below
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer, load_wan
-from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.model_facts import ModelFacts
-from patchpar.stream.model_index import low_noise_below
 
 FrameDecoder = WanDecoder | LtxDecoder
 """Decodes latent frames one by one. The first gives one image, each further one `per_latent`."""

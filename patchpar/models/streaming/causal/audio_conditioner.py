@@ -24,9 +24,9 @@ from torch.nn import functional
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
+from patchpar.plan.json_fields import number, whole
 from patchpar.plan.json_files import read_object
 from patchpar.plan.scalars import make_plain
-from patchpar.stream.json_fields import number, whole
 
 WEIGHTS, CONFIG = "audio.safetensors", "audio.json"
 LIMITS = {"dim": 2**16, "heads": 2**16, "rate": 2**20, "bands": 2**12, "tokens": 2**12, "per_latent": 2**12}

@@ -8,12 +8,12 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.models.speech.parts import CONFIG as SPEECH_FILE
+from patchpar.models.streaming.causal.audio_conditioner import CONFIG as AUDIO_FILE
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, local_folder
+from patchpar.plan.json_fields import whole
 from patchpar.plan.json_files import read_object
 from patchpar.plan.scalars import is_whole
-from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.json_fields import whole
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, local_folder
 
 HEAVY = (HIGH_NOISE, LOW_NOISE, "vae", "text_encoder", "image_encoder", "audio_encoder")
 """Parts with weights."""

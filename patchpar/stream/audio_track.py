@@ -12,8 +12,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.media.resample import Resampler
 from patchpar.models.speech.config import SpeechConfig
+from patchpar.models.streaming.causal.audio_conditioner import AudioConfig
 from patchpar.plan.scalars import is_number, plain
-from patchpar.stream.audio.conditioner import AudioConfig
 
 AudioInputs = AudioConfig | SpeechConfig
 """How much audio a block of a model needs, and what the model makes of it."""
