@@ -16,6 +16,7 @@ from patchpar.comm.transport import connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.streaming.model_facts import ModelFacts
+from patchpar.plan.stream_plan import StageSteps, StreamPlan
 from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.messages import (
@@ -28,7 +29,6 @@ from patchpar.stream.messages import (
     StreamRun,
     Update,
 )
-from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
 
 REST_SECONDS = 1.0

@@ -20,10 +20,10 @@ from patchpar.models.streaming.config import StreamConfig
 from patchpar.models.streaming.fifo.queue import FifoConfig
 from patchpar.models.streaming.model_facts import ModelFacts
 from patchpar.plan.scalars import is_whole, plain
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.base_session import LOST, BaseSession, Closing
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.messages import ProducedBlock, StreamRun
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 
 Ranks = LocalExecutor | InlineExecutor

@@ -25,11 +25,11 @@ from patchpar.models.streaming.convert import convert_checkpoint
 from patchpar.models.streaming.decoder import WanDecoder
 from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.models.streaming.video_folder import HIGH_NOISE
+from patchpar.plan.stream_plan import Decode, StreamPlan
 from patchpar.stream.causal.clean_history import RecomputedHistoryStream
 from patchpar.stream.causal.runner import HISTORIES
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.plan import Decode, StreamPlan
 from tests.breadth import first_of
 from tests.stream.reference_wan import KV, ReferenceWan, Seen
 from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage

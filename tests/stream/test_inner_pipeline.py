@@ -11,8 +11,8 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.conftest import POOL_SIZE
 from tests.stream.on_pool import PoolExecutor

@@ -32,10 +32,10 @@ from patchpar.models.streaming.families import TWICE_SHIFTED
 from patchpar.models.streaming.flow_schedule import keyed_noise
 from patchpar.models.streaming.lora import LORA
 from patchpar.models.streaming.video_folder import HIGH_NOISE
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.runner import network_of
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage_link import Payload
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.reference_wan import KV, Seen

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import StreamRecording
 from patchpar.stream.video_source import frames_from
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup

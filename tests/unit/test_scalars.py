@@ -20,6 +20,7 @@ from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_number, is_whole, plain
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
@@ -27,7 +28,6 @@ from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.images.session import ImageStreamOptions
-from patchpar.stream.plan import StreamPlan
 from tests.tiny import build
 
 REPOSITORY = Path(__file__).parents[2]

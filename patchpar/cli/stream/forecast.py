@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.models.streaming.config import StreamConfig
     from patchpar.models.streaming.stream_folder import StreamFolder
-    from patchpar.stream.plan import StreamPlan
+    from patchpar.plan.stream_plan import StreamPlan
 
 COSTS = ("step", "decode", "link", "rate")
 ITEM = 2
@@ -38,7 +38,7 @@ def forecast(request: StreamFlags) -> None:
 def plan_of(folder: StreamFolder, devices: int, inner: int | None) -> StreamPlan:
     """Return the plan of a stream of this model. `inner`: ranks per step, None for one. Raises PlanError."""
     from patchpar.models.streaming.causal.step_sharding import check_inner
-    from patchpar.stream.plan import StreamPlan
+    from patchpar.plan.stream_plan import StreamPlan
 
     plan = StreamPlan.on_devices(folder.config.pipeline_steps, devices, inner=1 if inner is None else inner)
     if plan.inner > 1:
@@ -72,7 +72,7 @@ def parse_costs(text: str) -> dict[str, float]:
 
 
 def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[str, Any]:
-    from patchpar.stream.simulate import StreamCosts, simulate
+    from patchpar.plan.stream_simulation import StreamCosts, simulate
 
     due = folder.frames / folder.config.fps
     stages = [str(stage) for stage in plan.stages]

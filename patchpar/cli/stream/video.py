@@ -25,8 +25,8 @@ from patchpar.models.files import embedded_model, path_of
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.models.streaming.stream_folder import StreamFolder
+    from patchpar.plan.stream_plan import StreamPlan
     from patchpar.stream.delivery import Pacing
-    from patchpar.stream.plan import StreamPlan
 
 HOLD = 0.5
 """Seconds after which the status line shows that a stream is being resumed."""

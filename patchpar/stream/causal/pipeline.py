@@ -16,12 +16,12 @@ from patchpar.models.files import path_of, shipped_name
 from patchpar.models.streaming.config import StreamConfig
 from patchpar.models.streaming.lora import LORA, LoraFile
 from patchpar.models.streaming.stream_folder import StreamFolder
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.audio_sources import Audio, audio_source, check_voices
 from patchpar.stream.audio_track import AudioSource
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, Video, load_reference_image

@@ -24,13 +24,13 @@ from patchpar.models.streaming.decoder import WanDecoder, from_pixels
 from patchpar.models.streaming.model_facts import ModelFacts
 from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.plan.mesh import Axis
+from patchpar.plan.stream_plan import StageSteps
 from patchpar.shard.host_memory import to_device
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference, StepConditions
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.plan import StageSteps
 from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected

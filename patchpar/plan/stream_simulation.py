@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
-from patchpar.stream.plan import StreamPlan, plans
+from patchpar.plan.stream_plan import StreamPlan, plans
 
 MOST_SECONDS = 1e6
 

@@ -8,8 +8,16 @@ import pytest
 
 from benchmarks.stream.budget import onset
 from patchpar.errors import PlanError
-from patchpar.stream.plan import StreamPlan, plans
-from patchpar.stream.simulate import StreamCosts, StreamForecast, best_plan, law, simulate, stage_seconds, step_seconds
+from patchpar.plan.stream_plan import StreamPlan, plans
+from patchpar.plan.stream_simulation import (
+    StreamCosts,
+    StreamForecast,
+    best_plan,
+    law,
+    simulate,
+    stage_seconds,
+    step_seconds,
+)
 
 LIVE_AVATAR = StreamCosts(step=12 / 45.2, decode=0.150, frames=12)
 """Live Avatar (arXiv:2512.04677v5), table 3: 45.2 frames/s in blocks of 12; decoding a block takes about 0.15 s."""

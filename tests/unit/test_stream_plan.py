@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.stream.plan import StreamPlan, plans
+from patchpar.plan.stream_plan import StreamPlan, plans
 
 
 @pytest.mark.parametrize(
