@@ -69,7 +69,7 @@ ONLY = {
     "pipeline.rank_stats": {"errors", "comm.trace"},
     "cli": {
         *("errors", "plan.byte_sizes", "plan.scalars", "launch", "models", "strategies", "media", "web", "stream"),
-        "pipeline.image_metrics",
+        *("plan.stream_plan", "plan.stream_simulation", "pipeline.image_metrics"),
         "PUBLIC",
     },
     "serving.job": {"errors"},
