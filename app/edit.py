@@ -6,7 +6,7 @@ from typing import Any
 from PIL import Image, ImageFilter
 
 from patchpar import PlanError
-from patchpar.models.image_file import check_pixels
+from patchpar.media.image_file import check_pixels
 
 from .fields import UNIT
 from .image_runner import ImageJobRunner, JobImage

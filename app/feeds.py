@@ -5,10 +5,10 @@ from typing import TypeVar
 
 from starlette.types import ASGIApp
 
-from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
-from patchpar.stream.web.http_page import video_page
-from patchpar.stream.web.page_input import PageInputs, PageMicrophone
-from patchpar.stream.web.viewer import KEPT
+from patchpar.web.feed import ImageFeed, MediaFeed, VideoFeed
+from patchpar.web.http_page import video_page
+from patchpar.web.page_input import PageInputs, PageMicrophone
+from patchpar.web.viewer import KEPT
 
 __all__ = ["Feeds", "ImageFeed", "LiveFeed", "MediaFeed", "VideoFeed"]
 MAX_FEEDS = 16  # more than run and wait in the queue of a page of its own

@@ -8,9 +8,9 @@ from typing import Any
 from PIL.Image import Image
 
 from patchpar import PlanError
-from patchpar.models.image_file import read_image_file
-from patchpar.stream.audio.audio_file import read_audio
-from patchpar.stream.media_file import open_media
+from patchpar.media.audio_file import read_audio
+from patchpar.media.image_file import read_image_file
+from patchpar.media.media_file import open_media
 
 MAX_BYTES = 20 * 2**20
 MAX_IMAGE_PIXELS = 40_000_000  # a decoded image takes three bytes for each

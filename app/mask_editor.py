@@ -10,7 +10,7 @@ from fastapi import HTTPException
 from PIL import Image
 
 from patchpar import PlanError
-from patchpar.models.image_file import check_pixels
+from patchpar.media.image_file import check_pixels
 
 from .limits import FILE, IMAGE_FORMATS, MAX_IMAGE_PIXELS, check_bytes, check_size
 

@@ -11,8 +11,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from patchpar.stream.web.http_page import is_own_origin
-from patchpar.stream.web.server import PREFIX, prefix_of
+from patchpar.web.http_page import is_own_origin
+from patchpar.web.server import PREFIX, prefix_of
 
 HARMLESS = ("GET", "HEAD", "OPTIONS")
 HOST = "x-forwarded-host"

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
-from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
+from patchpar.media.mp4_fragments import Mp4Fragment, Mp4Header
+from patchpar.media.video_encoder import VideoFormat, VideoWriter
 
 NAME = "stream.mp4"
 QUICK = {"preset": "veryfast", "crf": "18"}  # the workers need the cores

@@ -15,9 +15,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import Receive, Scope, Send
 
 from patchpar import PlanError
+from patchpar.launch.shutdown import computation_abandoned, signals_ignored, signals_unwind
 from patchpar.models.quiet_libraries import silence_libraries
-from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of, trusted
-from patchpar.stream.web.shutdown import computation_abandoned, signals_ignored, signals_unwind
+from patchpar.web.server import HOME, WebServer, check_port, is_local, names_of, trusted
 
 from . import accessibility, click_feedback, event_stream, keyboard
 from .feeds import LiveFeed

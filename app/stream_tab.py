@@ -9,7 +9,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar.models.files import EMBEDDED, embedded_model
-from patchpar.stream.config import StreamConfig
+from patchpar.models.streaming.config import StreamConfig
 
 from . import html
 from .feeds import ImageFeed, LiveFeed, MediaFeed, VideoFeed

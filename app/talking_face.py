@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError, StreamDelivery
+from patchpar.media.mp4_fragments import FragmentEncoder, Mp4Fragment
 from patchpar.stream.live_inputs import LiveAudio
-from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment
 
 from .feeds import LiveFeed, VideoFeed
 from .image_stream import MAX_SECONDS as MAX_LIVE_SECONDS

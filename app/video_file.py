@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.stream.media_file import displayed_image, open_media, timed_frames
+from patchpar.media.media_file import displayed_image, open_media, timed_frames
 
 from .limits import check_size
 

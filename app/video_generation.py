@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar import PlanError, Run
-from patchpar.stream.web.video_file import frames_of, write_video
+from patchpar.media.video_file import frames_of, write_video
 
 from .image_runner import ImageJobRunner, RunOptions
 from .job_queue import Job

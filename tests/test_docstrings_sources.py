@@ -26,6 +26,8 @@ METHODS = (
     "shard/unet",
     "shard/vae",
     "shard/transformer/probe",
+    "models/streaming/causal",
+    "models/streaming/fifo",
     "stream/causal",
     "stream/fifo",
     "pipeline/planner",

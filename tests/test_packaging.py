@@ -23,10 +23,10 @@ OF_EXTRAS = {
     "launch/ray/ray_rank.py": {"ray"},
     "pipeline/adapter_selection.py": {"peft"},
     "serving/admin_bodies.py": {"pydantic"},
-    "stream/web/http_page.py": {"fastapi", "starlette"},
-    "stream/web/port_protocol.py": {"h11", "uvicorn"},
-    "stream/web/server.py": {"uvicorn"},
-    "stream/web/webrtc.py": {"aiortc"},
+    "web/http_page.py": {"fastapi", "starlette"},
+    "web/port_protocol.py": {"h11", "uvicorn"},
+    "web/server.py": {"uvicorn"},
+    "web/webrtc.py": {"aiortc"},
     "serving/image_request.py": {"pydantic"},
     "serving/pipeline_fields.py": {"pydantic"},
     "serving/video_request.py": {"pydantic"},
@@ -47,7 +47,7 @@ OF_EXTRAS = {
     "serving/http/request_body.py": {"fastapi", "starlette"},
     "serving/http/video_view.py": {"fastapi"},
     "serving/http/videos.py": {"fastapi"},
-}  # asked for before they are imported, see WebPage in stream/web/viewer.py and cli/serve.py
+}  # asked for before they are imported, see WebPage in web/viewer.py and cli/serve.py
 MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 
 
@@ -71,7 +71,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
     plan = "patchpar/shard/transformer/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
-    assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/stream/web/watch.html"} <= names
+    assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/web/watch.html"} <= names
     for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer"), ("face-stream", "transformer")):
         assert f"patchpar/assets/{model}/model_index.json" in names
         assert f"patchpar/assets/{model}/{denoiser}/diffusion_pytorch_model.fp16.safetensors" in names

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.causal.attention_passes import AttentionOperands
+from patchpar.models.streaming.causal.causal_wan import BlockAudio, CausalWan
+from patchpar.models.streaming.causal.rope import RotaryPositions, rotate
+from patchpar.models.streaming.config import CausalOptions
 from patchpar.shard.hooks import HookSet
-from patchpar.stream.causal.attention_passes import AttentionOperands
-from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
-from patchpar.stream.causal.rope import RotaryPositions, rotate
-from patchpar.stream.config import CausalOptions
 
 
 class BandedWan(CausalWan):

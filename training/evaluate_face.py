@@ -22,9 +22,9 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner, audio_levels, latent_tokens
+from patchpar.models.streaming.causal.causal_wan import CausalWan
+from patchpar.models.streaming.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import StepConditions
 from patchpar.stream.messages import StreamRun

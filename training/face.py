@@ -16,9 +16,9 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
-from patchpar.stream.config import CausalOptions
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner
+from patchpar.models.streaming.causal.rope import PatchGrid, Rotary, RotaryPositions
+from patchpar.models.streaming.config import CausalOptions
 from training.attention import attend
 from training.face_data import AUDIO, PROMPTS, WIDTH, Batch
 
@@ -160,7 +160,7 @@ class _Course:
 
 
 def _turned(x: Tensor, rotary: Rotary) -> Tensor:
-    """`patchpar.stream.causal.rope.rotate` in the precision of x, which takes half the time."""
+    """`patchpar.models.streaming.causal.rope.rotate` in the precision of x, which takes half the time."""
     cos, sin = (table.to(x.dtype) for table in rotary)
     return x * cos + x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) * sin
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, latent_tokens
-from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.models.streaming.causal.audio_conditioner import AudioConfig, audio_levels, latent_tokens
+from patchpar.models.streaming.flow_schedule import FlowSchedule
 from training.faces import (
     EYE_X,
     EYES_Y,

@@ -19,7 +19,7 @@ import numpy as np
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 from PIL import Image
 
-from patchpar.stream.config import CONFIG, StreamConfig
+from patchpar.models.streaming.config import CONFIG, StreamConfig
 from training.checkpoint import read
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks, build_face_tokenizer
 from training.face_data import FPS, PROMPTS, SCHEDULE

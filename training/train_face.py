@@ -20,7 +20,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from transformers import UMT5EncoderModel
 
-from patchpar.stream.audio.conditioner import AudioConditioner
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner
 from training.checkpoint import Run, begin, reset_average
 from training.face import OPTIONS, SIDE, ClipTraining, FaceNetworks
 from training.face_data import Batch, ClipShape, sample_batch

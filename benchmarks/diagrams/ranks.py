@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, rank_style, text
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
-from patchpar.stream.plan import StreamPlan
+from patchpar.plan.stream_plan import StreamPlan
 
 
 def mesh() -> str:

@@ -23,11 +23,11 @@ from benchmarks.page import publish
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
+from patchpar.plan.stream_plan import StreamPlan
+from patchpar.plan.stream_simulation import StreamCosts, law, simulate
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, EndStream, StreamRun
-from patchpar.stream.plan import StreamPlan
-from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import FinishedBlock, Order, StageIO
 from patchpar.stream.stage_link import Payload
 

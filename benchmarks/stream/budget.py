@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from patchpar.errors import PlanError
-from patchpar.stream.plan import StreamPlan
-from patchpar.stream.simulate import StreamCosts, stage_seconds
+from patchpar.plan.stream_plan import StreamPlan
+from patchpar.plan.stream_simulation import StreamCosts, stage_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from patchpar.stream.audio.conditioner import latent_tokens
+from patchpar.models.streaming.causal.audio_conditioner import latent_tokens
 from patchpar.stream.causal.wan import StepState
 from training.evaluate_face import Avatar, Talk, held_out_talk, packaged_avatar, stream_of
 from training.face_measure import identity_error

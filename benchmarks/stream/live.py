@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.page import publish
-from patchpar.stream.audio.conditioner import AudioConfig
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.models.streaming.causal.audio_conditioner import AudioConfig
+from patchpar.stream.audio_track import AudioTrack
 from patchpar.stream.delivery import Output, StreamDelivery, StreamFormat
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, PromptUpdate, StreamRun
 from patchpar.stream.session import StreamSession
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import VideoScreen
+from patchpar.web.server import HOME
+from patchpar.web.viewer import VideoScreen
 from tests.app.browser import installed, started
 
 FPS, RATE, LATENTS, PER_LATENT = 20, 16000, 2, 2

@@ -33,11 +33,11 @@ from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
-from patchpar.stream.audio.conditioner import audio_levels
+from patchpar.models.streaming.causal.audio_conditioner import audio_levels
+from patchpar.plan.stream_simulation import StreamCosts
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.messages import BeginBlock, EndStream
-from patchpar.stream.simulate import StreamCosts
 from patchpar.stream.stage import FinishedBlock, Order, StageIO
 
 FRAMES = 12

@@ -30,8 +30,8 @@ from benchmarks.page import publish
 from benchmarks.stream.live import microphone
 from benchmarks.stream.long import FLAT, MINUTES, Record, memory_rows, model_of, resident_bytes
 from patchpar import StreamDelivery, StreamingPipeline
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import VideoScreen
+from patchpar.web.server import HOME
+from patchpar.web.viewer import VideoScreen
 
 LARGER = 16
 """Times that frames are shown larger."""

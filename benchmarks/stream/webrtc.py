@@ -33,9 +33,9 @@ from patchpar.stream.live_inputs import Camera, LiveFrames
 from patchpar.stream.messages import BlockReady, CancelStream, EndStream, ProducedBlock, StreamRun
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo
-from patchpar.stream.web.page_input import PageCamera, PageInputs
-from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import VideoScreen
+from patchpar.web.page_input import PageCamera, PageInputs
+from patchpar.web.server import HOME
+from patchpar.web.viewer import VideoScreen
 from tests.app.browser import installed, started
 
 FPS, SIDE, FRAMES = 20, 128, 4

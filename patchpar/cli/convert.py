@@ -13,7 +13,7 @@ from patchpar.cli.flags import Debug, Json
 from patchpar.cli.stream.run import living_line
 
 if TYPE_CHECKING:
-    from patchpar.stream.convert import ConvertedModel
+    from patchpar.models.streaming.convert import ConvertedModel
 
 FOR_FIFO = "it is not block-causal: use patchpar video, or patchpar fifo"
 
@@ -52,7 +52,7 @@ def _converted(request: ConvertFlags) -> ConvertedModel:
     from patchpar.models.quiet_libraries import silence_libraries
 
     silence_libraries()
-    from patchpar.stream.convert import convert_checkpoint
+    from patchpar.models.streaming.convert import convert_checkpoint
 
     return convert_checkpoint(
         request.checkpoint, request.to, base=request.base, family=request.family, lora=request.lora

@@ -16,7 +16,7 @@ from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, g
 from patchpar.errors import PlanError
 from patchpar.models.files import HUB_NAME, path_of
 from patchpar.models.task import RequestedTask
-from patchpar.stream.web.server import check_port
+from patchpar.web.server import check_port
 
 TASK = RequestedTask(verb="app")
 NAME = "patchpar_app"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from patchpar.cli.flag_values import check_strength
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file, read_mask_file
+from patchpar.media.image_file import read_image_file, read_mask_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -5,7 +5,7 @@ from contextlib import contextmanager, suppress
 
 import typer
 
-from patchpar.stream.web.shutdown import ENDING, ended_at_once, ended_by, exit_code, signals_unwind
+from patchpar.launch.shutdown import ENDING, ended_at_once, ended_by, exit_code, signals_unwind
 
 __all__ = ["ended_at_once", "ended_by_signals"]
 

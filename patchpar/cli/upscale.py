@@ -13,7 +13,7 @@ from patchpar.cli.flags import HostFlags, given
 from patchpar.cli.input_images import check_file
 from patchpar.cli.output_files import check_apart, check_writable, save
 from patchpar.cli.run_pipeline import report_run, returned_by
-from patchpar.models.image_file import check_enlargement, enlarged_size, read_image_file
+from patchpar.media.image_file import check_enlargement, enlarged_size, read_image_file
 from patchpar.models.task import RequestedTask
 
 

@@ -15,9 +15,9 @@ from patchpar.cli.output_files import check_apart
 from patchpar.cli.run_pipeline import report_run, returned_by
 from patchpar.cli.video_file import check_folder, check_video, save_frames, save_video
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file
+from patchpar.media.image_file import read_image_file
+from patchpar.media.video_file import frames_of
 from patchpar.models.task import RequestedTask
-from patchpar.stream.web.video_file import frames_of
 
 if TYPE_CHECKING:
     import numpy as np

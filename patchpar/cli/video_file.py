@@ -21,7 +21,7 @@ from patchpar.cli.output_files import (
     written_whole,
 )
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.web.video_file import FORMATS, GOOD
+from patchpar.media.video_file import FORMATS, GOOD
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +117,7 @@ class StreamVideoFile:
             raise self.full
 
     def _opened(self, height: int, width: int) -> Any:
-        from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
+        from patchpar.media.video_encoder import VideoFormat, VideoWriter
 
         container, codec, audio = FORMATS[self.path.suffix.lower()]
         form = VideoFormat(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import check_enlargement, enlarged_size
+from patchpar.media.image_file import check_enlargement, enlarged_size
 from patchpar.pipeline.auto_plan import choose_for_upscale
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from patchpar.errors import (
     WorkerOutOfMemory,
 )
 from patchpar.launch.remote_errors import has_broken_device
+from patchpar.media.video_file import frames_of
 from patchpar.models.info import PipelineInfo
 from patchpar.models.task import PipelineTask, purpose_of
 from patchpar.pipeline.job import PipelineJob
@@ -36,7 +37,6 @@ from patchpar.serving.served_task import check_servable, check_task
 from patchpar.serving.settings import ServedModel
 from patchpar.serving.unfinished_call import UnfinishedCall, ask_to_suspend
 from patchpar.serving.warm_up import refusal_of, warm_up_arguments
-from patchpar.stream.web.video_file import frames_of
 
 PoolState = Literal["loading", "ready", "lost"]
 STEP_SECONDS = 0.1

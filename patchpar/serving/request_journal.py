@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file
+from patchpar.media.image_file import read_image_file
 from patchpar.pipeline.suspended_call import SuspendedCall
 from patchpar.plan.json_files import read_object
 from patchpar.serving.folder_lock import FolderLock

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI
 
+from patchpar.launch.shutdown import computation_abandoned, ended_at_once, signals_unwind
 from patchpar.serving.http.application import application, stream_application
 from patchpar.serving.kept_requests import take_up
 from patchpar.serving.service import ImageService
 from patchpar.serving.streams.stream_service import StreamService
-from patchpar.stream.web.server import WebServer
-from patchpar.stream.web.shutdown import computation_abandoned, ended_at_once, signals_unwind
+from patchpar.web.server import WebServer
 
 WRITE_SECONDS = 2
 """Time for the last responses to be sent, where the grace period is over."""

@@ -15,7 +15,7 @@ from patchpar.plan.scalars import is_whole
 from patchpar.serving.api_keys import ApiKeys
 from patchpar.serving.lora_registry import RegisteredLora
 from patchpar.serving.scheduling.policies import POLICIES
-from patchpar.stream.web.server import HOME, check_port, is_local, names_of
+from patchpar.web.server import HOME, check_port, is_local, names_of
 
 MAX_BATCH = 32
 MAX_BATCH_WAIT = 10.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_image_file
+from patchpar.media.image_file import read_image_file
 from patchpar.serving.request_error import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP")

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from patchpar.media.video_file import write_video
 from patchpar.serving.generated import GeneratedVideo
 from patchpar.serving.partial_images import ImageFigures
-from patchpar.stream.web.video_file import write_video
 
 THUMBNAIL = 256
 """Pixels of the longer side."""

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import LEAST_FPS, MOST_FPS
+from patchpar.plan.json_fields import number
 from patchpar.plan.scalars import is_number, is_whole, make_plain, plain
-from patchpar.stream.audio.track import first_frame_number
-from patchpar.stream.config import LEAST_FPS, MOST_FPS
-from patchpar.stream.json_fields import number
+from patchpar.stream.audio_track import first_frame_number
 
 Output = Literal["block", "drop_oldest", "skip_to_live"]
 Pacing = Literal["fast", "realtime"]

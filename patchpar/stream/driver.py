@@ -18,7 +18,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.stream.audio.track import AudioSource
+from patchpar.stream.audio_track import AudioSource
 from patchpar.stream.base_session import LOST, BaseSession
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.events import Reference

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.config import StreamConfig
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.json_fields import whole
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.json_fields import whole
 from patchpar.stream.messages import BeginBlock, LostStage, PromptUpdate, ReferenceUpdate, StreamRun, Update
 
 FORMAT = 1

@@ -13,10 +13,10 @@ from typing import Any, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import LONGEST_PROMPT, MOST_FRAMES
+from patchpar.plan.json_fields import text
 from patchpar.plan.scalars import is_whole
-from patchpar.stream.config import LONGEST_PROMPT, MOST_FRAMES
 from patchpar.stream.events import Change, Transition
-from patchpar.stream.json_fields import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,25 +139,6 @@ class StreamRun:
     speakers: int = 1
     negative: str = ""
     guidance_scale: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """Properties of a model that a session needs. `audio`: the model's AudioInputs, or None if it takes no audio.
-
-    `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
-    reference. `hears_speech`: it takes pose videos and several voices. `late`: latent frames, at most, by which the
-    images of a latent frame are late. `blends`: whether the embeddings of all prompts have one length, so that they
-    can be blended.
-    """
-
-    audio: Any
-    per_latent: int
-    spatial: int
-    starts_from_image: bool = False
-    hears_speech: bool = False
-    late: int = 0
-    blends: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

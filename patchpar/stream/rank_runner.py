@@ -15,6 +15,8 @@ from patchpar.comm.device_links import DeviceLinks, drop_links, form_links
 from patchpar.comm.transport import connect, extend, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
 from patchpar.models.quiet_libraries import silence_libraries
+from patchpar.models.streaming.model_facts import ModelFacts
+from patchpar.plan.stream_plan import StageSteps, StreamPlan
 from patchpar.shard.host_memory import to_device, to_host
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.messages import (
@@ -22,13 +24,11 @@ from patchpar.stream.messages import (
     BlockReady,
     CancelStream,
     EndStream,
-    ModelFacts,
     ProducedBlock,
     PromptUpdate,
     StreamRun,
     Update,
 )
-from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
 
 REST_SECONDS = 1.0

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
+from patchpar.models.streaming.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
+from patchpar.plan.json_fields import flag, number, text, whole
 from patchpar.plan.json_files import object_of
-from patchpar.stream.audio.track import AudioSource
-from patchpar.stream.config import LEAST_FPS, LIMITS, MOST_FPS, MOST_STEPS, StreamConfig
+from patchpar.stream.audio_track import AudioSource
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.events import Reference
 from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
-from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.messages import LostStage, ReferenceUpdate, StreamRun, Update
 
 LONGEST_PATH = 2**12

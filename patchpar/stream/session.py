@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio_track import AudioTrack
 from patchpar.stream.delivery import CATCH_UP, Chunk, Effect, RealtimeClock
 from patchpar.stream.driver import StreamDriver
 from patchpar.stream.events import Parameter, Transition

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
+from patchpar.plan.stream_plan import StagePosition, StreamPlan
 from patchpar.stream.events import Change
 from patchpar.stream.messages import BeginBlock, EndStream, LostStage, Update
-from patchpar.stream.plan import StagePosition, StreamPlan
 from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Payload, Upstream, connected
 
 Order = BeginBlock | EndStream | None

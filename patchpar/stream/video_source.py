@@ -15,10 +15,10 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.media.image_file import check_pixels, read_image_file
+from patchpar.media.media_file import displayed_image, open_media, rate_of, timed_frames
 from patchpar.models.files import path_of
-from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.stream.delivery import StreamFormat
-from patchpar.stream.media_file import displayed_image, open_media, rate_of, timed_frames
 
 Video = str | Path | IO[bytes] | Iterable[Any]
 

@@ -16,13 +16,14 @@ from patchpar.launch.hang_detection import LOAD_SECONDS
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.size_grid import check_side
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.fifo.queue import FifoConfig
+from patchpar.models.streaming.model_facts import ModelFacts
 from patchpar.plan.scalars import is_whole, plain
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.base_session import LOST, BaseSession, Closing
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamFormat
-from patchpar.stream.fifo.queue import FifoConfig
-from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
-from patchpar.stream.plan import StreamPlan
+from patchpar.stream.messages import ProducedBlock, StreamRun
 from patchpar.stream.session import StreamSession
 
 Ranks = LocalExecutor | InlineExecutor

@@ -16,7 +16,7 @@ from playwright.sync_api import Page, expect
 from app.job_queue import JobQueue
 from app.server import Address, application
 from app.state import AppState
-from patchpar.stream.web.server import WebServer
+from patchpar.web.server import WebServer
 from tests.cli.our_lines import foreign
 
 from .actions import TIMEOUT_MS

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.server import Address, add_page
-from patchpar.stream.web.server import WebServer
+from patchpar.web.server import WebServer
 
 from .actions import TIMEOUT_MS, done, press, sees, small
 from .app_states import state_of

@@ -154,7 +154,7 @@ def test_a_large_image_is_generated(opened: Any) -> None:
     screenshot(page, "high-res")
 
 
-@pytest.mark.breadth  # tests/live/test_browser sees a stream in every run
+@pytest.mark.breadth  # tests/web/test_browser sees a stream in every run
 def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
@@ -184,7 +184,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     assert images > len(seen)
 
 
-@pytest.mark.breadth  # a video that plays while it is made is in tests/live
+@pytest.mark.breadth  # a video that plays while it is made is in tests/web
 def test_a_face_talks_as_a_video_with_audio(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")

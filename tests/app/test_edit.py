@@ -22,7 +22,7 @@ from app.image_parameters import read_parameters
 from app.mask_editor import MAX_LAYERS, MAX_WAITING, check, mask_editor
 from app.state import AppState
 from patchpar import PlanError
-from tests.unit.test_image_file import huge_png
+from tests.media.test_image_file import huge_png
 
 from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers

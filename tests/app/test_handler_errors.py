@@ -24,7 +24,7 @@ from app.stream_tab import StreamTab
 from app.workers import AppConfig
 from patchpar import PlanError
 from patchpar.models.files import embedded_model
-from tests.unit.test_image_file import huge_png
+from tests.media.test_image_file import huge_png
 
 from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers

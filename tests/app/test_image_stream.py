@@ -24,7 +24,7 @@ from app.video_file import VideoFile
 from app.workers import AppConfig, AppWorkers
 from patchpar import PlanError
 from patchpar.launch.devices import resolve_devices
-from tests.unit.test_image_file import huge_png
+from tests.media.test_image_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers
 from .videos import grey_video

@@ -22,7 +22,7 @@ from app.limits import MAX_IMAGE_PIXELS, bytes_of, read_image
 from app.page import build
 from app.state import AppState
 from patchpar import PlanError
-from tests.unit.test_image_file import huge_png
+from tests.media.test_image_file import huge_png
 
 from .app_states import client_of, state_of
 

@@ -24,10 +24,10 @@ from app.workers import AppConfig, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
 from patchpar.cli.shutdown import ended_by_signals
+from patchpar.launch.shutdown import signals_unwind
+from patchpar.media.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.models.files import embedded_model
-from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
-from patchpar.stream.web.server import WebServer
-from patchpar.stream.web.shutdown import signals_unwind
+from patchpar.web.server import WebServer
 from tests.breadth import first_of
 from tests.forked import compute_for_ever, forked
 

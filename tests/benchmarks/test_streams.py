@@ -17,9 +17,9 @@ from benchmarks.stream.image_ranks import WARM, Streamed
 from benchmarks.stream.long import Record, table
 from benchmarks.stream.onset import Found, half_open, lag_of
 from benchmarks.stream.viewers import BINARY, Viewed, read_frame
-from patchpar.stream.plan import StreamPlan
-from patchpar.stream.simulate import StreamCosts
-from patchpar.stream.web.mp4_fragments import fragment
+from patchpar.media.mp4_fragments import fragment
+from patchpar.plan.stream_plan import StreamPlan
+from patchpar.plan.stream_simulation import StreamCosts
 
 
 def record(sizes: list[tuple[int, int]]) -> Record:

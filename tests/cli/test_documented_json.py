@@ -7,11 +7,11 @@ from pathlib import Path
 
 from patchpar.cli.convert import as_dict as converted
 from patchpar.cli.tune import as_dict as tuned
+from patchpar.models.streaming.convert import ConvertedModel
 from patchpar.pipeline.planner.tune.tune import TuneResult
 from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
-from patchpar.stream.convert import ConvertedModel
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text().partition("\n## Output\n")[2]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from patchpar.cli.shutdown import ended_at_once
-from patchpar.stream.web import shutdown
-from patchpar.stream.web.shutdown import computation_abandoned, exit_code, signals_unwind
+from patchpar.launch import shutdown
+from patchpar.launch.shutdown import computation_abandoned, exit_code, signals_unwind
 from tests.breadth import first_of
 
 PRELUDE = """
 import hashlib, sys, threading, time
 from patchpar.cli.shutdown import ended_at_once, ended_by_signals
-from patchpar.stream.web import shutdown
+from patchpar.launch import shutdown
 shutdown.SECONDS = 0.5  # not three, so that the test takes less
 def kernel():
     "Minutes in one call that leaves the interpreter to other threads, and hears of no signal."

@@ -24,13 +24,13 @@ from PIL import Image
 import patchpar
 from patchpar.cli import app
 from patchpar.cli.shutdown import ended_by_signals
+from patchpar.launch import shutdown
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.server import serve
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings
 from patchpar.stream.causal.runner import StreamRunner
 from patchpar.stream.images import pipeline as image_streams
-from patchpar.stream.web import shutdown
 from tests.breadth import first_of
 from tests.cli.test_real import descendants_of
 from tests.cli.test_stream import run as run_stream

@@ -37,21 +37,21 @@ from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamEnding, T
 from patchpar.cli.stream.video import _audio
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.files import embedded_model
-from patchpar.stream import config
+from patchpar.models.streaming import config
+from patchpar.models.streaming.video_folder import SELF_FORCING
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Output, StreamDelivery
 from patchpar.stream.journal import StreamJournal
-from patchpar.stream.model_index import SELF_FORCING
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
 from tests.cli.test_output_files import small_disk
 from tests.cli.test_real import assert_libraries_are_silent
-from tests.live.test_pages import jpegs
-from tests.stream.test_audio_file import tone, write_wav
+from tests.media.test_audio_file import tone, write_wav
 from tests.stream.test_images import quiet
 from tests.stream.test_journal import arrived, origin
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
+from tests.web.test_pages import jpegs
 
 
 @pytest.fixture(scope="module")
@@ -325,10 +325,10 @@ def test_audio_comes_from_a_pipe_of_three_channels(folder: Path, tmp_path: Path)
 def test_audio_and_video_come_from_devices(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FFmpeg's generators are opened as devices are. They end before the stream, which goes on and says so."""
     monkeypatch.setattr(
-        "patchpar.stream.capture_device.MICROPHONES", {sys.platform: (("lavfi", "sine=sample_rate=7000:d=0.2"),)}
+        "patchpar.media.capture_device.MICROPHONES", {sys.platform: (("lavfi", "sine=sample_rate=7000:d=0.2"),)}
     )
     monkeypatch.setattr(
-        "patchpar.stream.capture_device.CAMERAS", {sys.platform: (("lavfi", "color=red:size=32x24:duration=0.2"),)}
+        "patchpar.media.capture_device.CAMERAS", {sys.platform: (("lavfi", "color=red:size=32x24:duration=0.2"),)}
     )
     words = ("--audio", "mic", "--input", "camera", "--strength", 0.7, "--seconds", 1)
     result = run("--model", folder, *words, "--devices", "cpu", "-o", tmp_path / "talk.mp4")

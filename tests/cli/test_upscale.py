@@ -12,7 +12,7 @@ from PIL import Image
 
 import patchpar
 from patchpar.errors import PlanError
-from patchpar.models.image_file import MAX_SCALE
+from patchpar.media.image_file import MAX_SCALE
 
 
 @pytest.fixture

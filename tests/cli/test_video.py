@@ -18,7 +18,7 @@ from patchpar.cli import app
 from patchpar.cli.video import VideoFlags, saved
 from patchpar.cli.video_file import save_video
 from patchpar.errors import PlanError
-from patchpar.stream.web.video_file import frames_of
+from patchpar.media.video_file import frames_of
 from tests.cli.test_real import patchpar
 from tests.tiny import build
 

@@ -13,9 +13,9 @@ import pytest
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.device_links import DeviceLinks, form_links
 from patchpar.comm.transport import LinkTransport
+from patchpar.models.streaming.causal.step_sharding import StepGroup
 from patchpar.plan.mesh import Axis
-from patchpar.stream.causal.step_sharding import StepGroup
-from patchpar.stream.plan import StreamPlan
+from patchpar.plan.stream_plan import StreamPlan
 from tests.breadth import first_of
 from tests.conformance.host_messages import HostMessages, Sent
 from tests.conformance.nccl import SimulatedCommunicator

@@ -192,8 +192,8 @@ def test_lines_that_know_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = '"""Docs of AModel."""\nimport AModel\nx = b.AModel if "AModelPipeline" else AModel  # AModel'
     assert [line for line, word in words_of(source) if "AModel" in word] == [2, 3, 3, 3]
     assert PACKAGE / "shard" in PACKAGE.iterdir()
-    for file in ("shard/own.py", "stream/adapter.py"):  # of which streams are left out
-        (tmp_path / file).parent.mkdir()
+    for file in ("shard/own.py", "models/streaming/network.py", "stream/adapter.py"):  # of which streams are left out
+        (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text(source)
     monkeypatch.setattr(own_lines, "PACKAGE", tmp_path)
     monkeypatch.setattr(own_lines, "_words", own_lines._words.__wrapped__)  # those of the whole package are not kept

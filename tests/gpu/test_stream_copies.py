@@ -12,18 +12,20 @@ from torch import Tensor
 
 from benchmarks.gpu.fake_cuda import DEVICE, EventCounts, fake_cuda, put_on_fake_cuda
 from benchmarks.gpu.recorder import LiveMemory, Recorder
+from patchpar.models.streaming.causal import rope
+from patchpar.models.streaming.causal.causal_wan import CausalWan
+from patchpar.models.streaming.config import CausalOptions
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.fifo import queue
+from patchpar.models.streaming.fifo.network import WanFrames
+from patchpar.models.streaming.fifo.queue import FifoOptions
+from patchpar.models.streaming.flow_schedule import FlowSchedule
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal import rope, wan
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.causal import wan
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import Prompt
-from patchpar.stream.fifo import queue, stage
-from patchpar.stream.fifo.network import WanFrames
-from patchpar.stream.fifo.queue import FifoOptions
+from patchpar.stream.fifo import stage
 from patchpar.stream.fifo.stage import FifoModel
-from patchpar.stream.flow_schedule import FlowSchedule
 from tests.stream import tiny
 
 BFLOAT, CPU = torch.bfloat16, torch.device("cpu")

@@ -16,14 +16,14 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.models.files import MAX_HEADER, inspect_folder
 from patchpar.models.speech.config import SpeechConfig
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner, AudioConfig
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.stream_folder import StreamFolder
 from patchpar.plan.json_files import LIMIT, read_object
 from patchpar.shard.transformer.shipped_plans import FOLDER
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.verification import _error
 from patchpar.shard.verification_cache import VerificationCache
-from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
-from patchpar.stream.causal.model_folder import StreamFolder
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.journal import StreamJournal, as_words
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate
 from patchpar.stream.recording import StreamRecording

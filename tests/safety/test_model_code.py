@@ -256,7 +256,7 @@ def test_streams_bring_their_own_transformer(tmp_path: Path) -> None:
     change(folder / "model_index.json", transformer=["fastvideo", "CausalWanTransformer3DModel"])
     with pytest.raises(PlanError, match="fastvideo"):
         resolve_model(folder, {})
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
 
     assert StreamFolder.read(folder).path == str(folder)
     change(folder / "model_index.json", vae=["fastvideo", "AutoencoderKLWan"])

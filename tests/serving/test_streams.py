@@ -37,11 +37,11 @@ from patchpar.serving.streams import live_stream
 from patchpar.serving.streams.stream_request import LiveStreamRequest, parse_control, reference_of
 from patchpar.serving.streams.stream_service import StreamService, StreamSlots
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.web.server import HOME, WebServer
-from tests.live.test_pages import jpegs
+from patchpar.web.server import HOME, WebServer
 from tests.serving.requests import Connected, client_of, example_of_the_page, until
 from tests.serving.test_http import KEY, error_of
 from tests.stream.tiny import write_folder
+from tests.web.test_pages import jpegs
 
 STREAMS = "/v1/streams"
 WS = "ws://127.0.0.1"

@@ -17,11 +17,11 @@ import torch
 from PIL import Image
 
 from patchpar import ParallelPipeline
+from patchpar.media.video_file import frames_of, write_video
 from patchpar.serving.generation import ImageGenerator
 from patchpar.serving.http.application import application
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import KeptResults, RequestLimits, ServedModel, ServerSettings
-from patchpar.stream.web.video_file import frames_of, write_video
 from tests.serving.requests import PATH, client_of, until
 from tests.serving.test_http import error_of
 from tests.serving.test_streamed_images import served_client

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import write_folder

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, EndStream
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO, StageStats
 from patchpar.stream.stage_link import Payload
 from tests.stream.tiny import run_of, speech

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import SILENCE, AudioConditioner, AudioConfig, audio_levels, latent_tokens
+from patchpar.models.streaming.causal.audio_conditioner import (
+    SILENCE,
+    AudioConditioner,
+    AudioConfig,
+    audio_levels,
+    latent_tokens,
+)
 from tests.stream.tiny import conditioner, speech
 from tests.tensors import noise
 

@@ -11,9 +11,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
-from patchpar.stream.config import CausalOptions
+from patchpar.models.streaming.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
+from patchpar.models.streaming.causal.rope import PatchGrid, RotaryPositions
+from patchpar.models.streaming.config import CausalOptions
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, causal, num_bytes, sink, speech, text, transformer
 from tests.tensors import noise
 from training.banded import BandedWan

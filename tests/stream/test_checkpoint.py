@@ -15,13 +15,13 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.inline import InlineContext
-from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.models.streaming.checkpoint import RequiredWeights, load_wan
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, low_noise_below
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.runner import StreamRunner
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.messages import StreamRun
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
-from patchpar.stream.plan import StreamPlan
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.tiny import COLUMNS, ROWS, STREAM, causal, stream, transformer, vae, write_folder
 from tests.tiny import encoders, tokenizers

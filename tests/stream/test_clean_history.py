@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.streaming.config import CausalOptions, StreamConfig
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.clean_history import CleanHistoryStream
-from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.runner import HISTORIES
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions, StreamConfig
 from patchpar.stream.events import Prompt
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
-from patchpar.stream.plan import StreamPlan
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial
 from tests.stream.test_inner import apart, shared

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from patchpar.cli import app
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.checkpoint import load_transformer
+from patchpar.models.streaming.checkpoint import load_transformer
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.convert import convert_checkpoint
+from patchpar.models.streaming.video_folder import HIGH_NOISE
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.fifo.pipeline import FifoStreamingPipeline
-from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.worker_group import with_default_dtype
 from tests.stream.tiny import write_folder
 from tests.tensors import noise

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
+from patchpar.models.streaming.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
 from tests.stream.tiny import vae
 from tests.tensors import noise
 

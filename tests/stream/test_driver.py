@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerDied
 from patchpar.stream import base_session
-from patchpar.stream.audio.track import AudioTrack, KeepAlive
+from patchpar.stream.audio_track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.driver import with_updates
 from patchpar.stream.events import Reference

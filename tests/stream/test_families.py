@@ -17,19 +17,19 @@ from typer.testing import CliRunner
 from patchpar.cli import app
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.models.streaming.causal.causal_wan import CausalWan
+from patchpar.models.streaming.causal.step_sharding import StepGroup
+from patchpar.models.streaming.checkpoint import RequiredWeights, load_wan
+from patchpar.models.streaming.config import CausalOptions, StreamConfig
+from patchpar.models.streaming.convert import convert_checkpoint
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.models.streaming.video_folder import HIGH_NOISE
+from patchpar.plan.stream_plan import Decode, StreamPlan
 from patchpar.stream.causal.clean_history import RecomputedHistoryStream
-from patchpar.stream.causal.decoder import WanDecoder
 from patchpar.stream.causal.runner import HISTORIES
-from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions, StreamConfig
-from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
-from patchpar.stream.model_index import HIGH_NOISE
-from patchpar.stream.plan import Decode, StreamPlan
 from tests.breadth import first_of
 from tests.stream.reference_wan import KV, ReferenceWan, Seen
 from tests.stream.running import Outcome, Script, differing, pipelined, serial, stage

@@ -15,14 +15,14 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.models.streaming.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.models.streaming.fifo.network import WanFrames
+from patchpar.models.streaming.fifo.queue import FifoOptions, generate_first_video
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.network import WanFrames
-from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoModel, FifoStage, StageNeighbours
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
 from tests.breadth import first_of
 from tests.stream.running import Outcome, Script, differing

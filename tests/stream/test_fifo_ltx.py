@@ -16,15 +16,15 @@ from patchpar import FifoConfig, FifoOptions, FifoStreamingPipeline
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.decoder import as_pixels
+from patchpar.models.streaming.decoder import as_pixels
+from patchpar.models.streaming.fifo.ltx_decoder import LtxDecoder, latents_late
+from patchpar.models.streaming.fifo.network import LtxFrames
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Prompt
-from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.network import LtxFrames
 from patchpar.stream.fifo.pipeline import ENGINE, FifoSession
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
 from patchpar.stream.messages import StreamRun
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.rank_runner import encoded_prompts
 from patchpar.stream.stage import FinishedBlock, StageIO
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup

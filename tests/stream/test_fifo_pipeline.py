@@ -14,15 +14,15 @@ from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, UnsupportedModel
 from patchpar.launch.devices import Devices
+from patchpar.models.streaming.fifo.queue import FifoConfig, FifoOptions
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal import pipeline as causal_pipeline
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.fifo import pipeline as fifo_pipeline
 from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
-from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
 from patchpar.stream.images import pipeline as images_pipeline
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT

@@ -11,14 +11,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, 
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.models.streaming.causal.causal_wan import CausalWan
+from patchpar.models.streaming.config import CausalOptions
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.flow_schedule import FlowSchedule
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import Change, Prompt, Reference
-from patchpar.stream.flow_schedule import FlowSchedule
-from patchpar.stream.plan import StreamPlan
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, begun_with, run_of, text, vae
 from tests.tensors import noise

@@ -14,12 +14,12 @@ from torch import Tensor
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
+from patchpar.models.streaming.causal.causal_wan import BlockInputs
+from patchpar.models.streaming.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.plan.mesh import Axis
-from patchpar.stream.causal.causal_wan import BlockInputs
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.stage_loop import StageLoop
-from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.events import Reference
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage

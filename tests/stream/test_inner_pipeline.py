@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.conftest import POOL_SIZE
 from tests.stream.on_pool import PoolExecutor

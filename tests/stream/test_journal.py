@@ -123,7 +123,7 @@ ORIGIN: dict[str, Any] = {
 
 
 def origin() -> JournalHeader:
-    from patchpar.stream.config import StreamConfig
+    from patchpar.models.streaming.config import StreamConfig
 
     return JournalHeader(
         model="m", config=StreamConfig.of(STREAM), options={}, seed=0, fps=20, size=(4, 6), versions={}

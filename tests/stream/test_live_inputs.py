@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream import capture_device
-from patchpar.stream.audio.track import AudioTrack, KeepAlive
-from patchpar.stream.capture_device import CaptureDevice, camera, microphone
+from patchpar.media import capture_device
+from patchpar.media.capture_device import CaptureDevice, camera, microphone
+from patchpar.stream.audio_track import AudioTrack, KeepAlive
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.live_inputs import AHEAD_SECONDS, QUIET_SECONDS, Camera, LiveAudio, LiveFrames
 from patchpar.stream.session import StreamSession

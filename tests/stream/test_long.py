@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.stage import FifoStage
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, StageIO
 from tests.breadth import first_of
 from tests.stream.running import Script

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, UnsupportedModel
-from patchpar.stream.causal.lora import LoraFile, merge_lora
+from patchpar.models.streaming.lora import LoraFile, merge_lora
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.worker_group import ModelLoading
 from tests.stream.test_convert import Touch

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLLTXVideo
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
+from patchpar.models.streaming.fifo.ltx_decoder import LtxDecoder, latents_late
 from tests.tensors import noise
 
 SCALING = (True, True, True, False)

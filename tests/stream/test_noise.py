@@ -9,7 +9,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from patchpar.errors import PlanError
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
 from tests.tensors import noise
 
 

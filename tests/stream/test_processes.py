@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.stream.plan import StreamPlan
+from patchpar.plan.stream_plan import StreamPlan
 from tests.breadth import first_of
 from tests.ranks import PoolRank
 from tests.stream.running import Outcome, Script, differing, serial, stage

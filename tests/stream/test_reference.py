@@ -13,8 +13,8 @@ from PIL import Image
 
 from patchpar.errors import PlanError
 from patchpar.stream.video_source import load_reference_image
+from tests.media.test_image_file import huge_png
 from tests.tensors import elsewhere
-from tests.unit.test_image_file import huge_png
 
 RED_ABOVE = np.zeros((8, 12, 3), np.uint8)
 RED_ABOVE[:4, :, 0] = 200

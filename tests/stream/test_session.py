@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerOutOfMemory
+from patchpar.models.streaming.causal.audio_conditioner import AudioConfig
 from patchpar.stream import base_session
 from patchpar.stream import driver as stream_driver
 from patchpar.stream import session as session_module
-from patchpar.stream.audio.conditioner import AudioConfig
-from patchpar.stream.audio.track import MARGIN, AudioTrack, KeepAlive
+from patchpar.stream.audio_track import MARGIN, AudioTrack, KeepAlive
 from patchpar.stream.delivery import RealtimeClock, StreamDelivery, StreamFormat
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.messages import (

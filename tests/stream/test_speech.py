@@ -21,21 +21,21 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.speech.features import FOLDER, SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
 from patchpar.models.speech.parts import SpeechParts
-from patchpar.stream.causal.causal_wan import BlockInputs
-from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
-from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.causal.lora import LORA
+from patchpar.models.streaming.causal.causal_wan import BlockInputs
+from patchpar.models.streaming.causal.speech_wan import REFERENCE_TIME
+from patchpar.models.streaming.causal.step_sharding import StepGroup
+from patchpar.models.streaming.checkpoint import RequiredWeights, load_wan
+from patchpar.models.streaming.config import CausalOptions, StreamConfig
+from patchpar.models.streaming.convert import WAV2VEC2, ConvertedModel, convert_checkpoint
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.families import TWICE_SHIFTED
+from patchpar.models.streaming.flow_schedule import keyed_noise
+from patchpar.models.streaming.lora import LORA
+from patchpar.models.streaming.video_folder import HIGH_NOISE
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.runner import network_of
-from patchpar.stream.causal.speech_wan import REFERENCE_TIME
-from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions, StreamConfig
-from patchpar.stream.convert import WAV2VEC2, ConvertedModel, convert_checkpoint
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.families import TWICE_SHIFTED
-from patchpar.stream.flow_schedule import keyed_noise
-from patchpar.stream.model_index import HIGH_NOISE
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage_link import Payload
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.reference_wan import KV, Seen

@@ -16,7 +16,7 @@ from patchpar.models.speech.config import REACH, SpeechConfig
 from patchpar.models.speech.features import SpeechFeatures
 from patchpar.models.speech.frame_packer import packed_grids
 from patchpar.models.speech.parts import SpeechParts
-from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.audio_track import AudioTrack
 from tests.stream.reference_speech import ReferenceSpeech
 from tests.stream.tiny_speech import (
     AFTER,

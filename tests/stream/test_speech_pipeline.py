@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 
 from patchpar.cli import app
 from patchpar.errors import PlanError
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import StreamRecording
 from patchpar.stream.video_source import frames_from
 from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.cli.test_real import assert_libraries_are_silent
+from tests.media.test_audio_file import write_wav
 from tests.stream.on_pool import PoolExecutor
-from tests.stream.test_audio_file import write_wav
 from tests.stream.tiny_speech import COLUMNS, ROWS, lora, published, samples, write_base, write_checkpoint
 from tests.tensors import noise
 

@@ -11,10 +11,10 @@ import torch
 
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError, PlanError
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.stage_loop import StageLoop
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.messages import BeginBlock
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Order, StageIO
 from tests.breadth import first_of
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.models.speech.parts import align_weights
-from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner, audio_levels, latent_tokens
+from patchpar.models.streaming.causal.causal_wan import CausalWan
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.decoder import WanDecoder, from_pixels
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal import wan
-from patchpar.stream.causal.causal_wan import CausalWan
-from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.plan import StreamPlan
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, begun_with, run_of, write_folder
 from tests.tensors import noise
 

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from patchpar.cli.stream.images import ImageFrames
 from patchpar.errors import PlanError
-from patchpar.stream.causal.decoder import WanDecoder, WanEncoder
+from patchpar.media.video_encoder import VideoFormat, VideoWriter
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.decoder import WanDecoder, WanEncoder
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import BeginBlock
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, LiveVideo, VideoSource, frames_from
-from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.test_live_inputs import until
 from tests.stream.test_session import COURSE, FORMAT, Ranks

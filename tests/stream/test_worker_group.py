@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream import worker_group
 from patchpar.stream.messages import CancelStream, ProducedBlock, StreamRun
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.worker_group import WorkerGroup, start_ranks, within
 
 COURSE = StreamRun(ranks=3, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)

@@ -10,14 +10,14 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
-from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
-from patchpar.stream.causal.attention_passes import KVWindow
-from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.causal.step_sharding import StepGroup
+from patchpar.models.streaming.causal.attention_passes import KVWindow
+from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner, AudioConfig
+from patchpar.models.streaming.causal.step_sharding import StepGroup
+from patchpar.models.streaming.config import CausalOptions
+from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.flow_schedule import FlowSchedule
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import StepConditions
-from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.messages import StreamRun
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers

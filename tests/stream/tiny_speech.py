@@ -11,8 +11,8 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from patchpar.stream.convert import WAV2VEC2
-from patchpar.stream.model_index import HIGH_NOISE
+from patchpar.models.streaming.convert import WAV2VEC2
+from patchpar.models.streaming.video_folder import HIGH_NOISE
 from tests.stream.test_convert import SAFETENSORS, Weights, original
 from tests.stream.tiny import transformer
 from tests.tensors import noise

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from patchpar.stream.audio.conditioner import audio_levels
-from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
+from patchpar.models.streaming.causal.audio_conditioner import audio_levels
+from patchpar.models.streaming.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
+from patchpar.models.streaming.config import CausalOptions, StreamConfig
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.config import CausalOptions, StreamConfig
 from training import package
 from training.checkpoint import load, save
 from training.evaluate_face import Talk, avatar_of, frames_of, packaged_avatar

@@ -12,7 +12,7 @@ from PIL import Image
 
 from patchpar import PlanError, StreamConfig, StreamingPipeline
 from patchpar.models.files import embedded_model
-from patchpar.stream.causal.decoder import WanDecoder, WanEncoder, as_pixels, from_pixels
+from patchpar.models.streaming.decoder import WanDecoder, WanEncoder, as_pixels, from_pixels
 from training.evaluate_face import Avatar, Talk, frames_of, held_out_talk, packaged_avatar
 from training.face_data import openings, prompt_of
 from training.face_measure import correlation, identity_error, mouth_opening

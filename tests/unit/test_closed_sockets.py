@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from patchpar.serving.http.stream_socket import StreamSocket
-from patchpar.stream.web.http_page import video_page
-from patchpar.stream.web.page_input import PageInputs
+from patchpar.web.http_page import video_page
+from patchpar.web.page_input import PageInputs
 
 
 class SilentSocket:

@@ -11,11 +11,11 @@ import pytest
 from patchpar.errors import PlanError
 from patchpar.models.adapters import folder_and_name
 from patchpar.models.files import resolve_model
+from patchpar.models.streaming.convert import convert_checkpoint
+from patchpar.models.streaming.lora import LoraFile
 from patchpar.pipeline.planner.simulate import simulate
 from patchpar.pipeline.startup import check_request
 from patchpar.pipeline.state_changes import with_whole_paths
-from patchpar.stream.causal.lora import LoraFile
-from patchpar.stream.convert import convert_checkpoint
 from patchpar.stream.video_source import frames_from
 
 GIVEN = {"deadline": 10.0, "start_timeout": 10.0, "start_method": None, "verify": True, "vae": "auto"}

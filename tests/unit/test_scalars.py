@@ -15,19 +15,19 @@ from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.launch.executor import check_deadline
 from patchpar.models.info import PipelineInfo, describe
+from patchpar.models.streaming.fifo.queue import FifoConfig, FifoOptions
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_number, is_whole, plain
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.fifo.queue import FifoConfig, FifoOptions
 from patchpar.stream.images.session import ImageStreamOptions
-from patchpar.stream.plan import StreamPlan
 from tests.tiny import build
 
 REPOSITORY = Path(__file__).parents[2]

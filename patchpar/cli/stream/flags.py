@@ -23,8 +23,8 @@ from patchpar.cli.output_files import check_apart, check_can_write
 from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.models.files import path_of
-from patchpar.stream.model_index import is_block_causal
-from patchpar.stream.web.server import check_port
+from patchpar.models.streaming.video_folder import is_block_causal
+from patchpar.web.server import check_port
 
 Late = Literal["block", "drop_oldest", "skip_to_live"]
 """The policies for a slow consumer of `stream.delivery`, which imports torch."""
@@ -33,7 +33,7 @@ PAGE = "page"
 SPEECH = "embedded"
 """Audio that comes with the package."""
 FPS = (1e-3, 1000.0)
-"""Frames per second that a video can have; the limits of `stream.config`, which imports torch."""
+"""Frames per second that a video can have; the limits of `models.streaming.config`, which imports torch."""
 OF_VIDEO = (
     "audio",
     "audio_rate",

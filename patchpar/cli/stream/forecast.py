@@ -13,9 +13,9 @@ from patchpar.plan.scalars import whole_in
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.config import StreamConfig
-    from patchpar.stream.plan import StreamPlan
+    from patchpar.models.streaming.config import StreamConfig
+    from patchpar.models.streaming.stream_folder import StreamFolder
+    from patchpar.plan.stream_plan import StreamPlan
 
 COSTS = ("step", "decode", "link", "rate")
 ITEM = 2
@@ -24,7 +24,7 @@ ITEM = 2
 
 def forecast(request: StreamFlags) -> None:
     """Print the plan and, with --costs, the expected speed. Raises PlanError."""
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
 
     folder, devices = StreamFolder.read(request.weights, has_weights=False), number_of(request.devices)
     plan = plan_of(folder, devices, request.inner)
@@ -37,8 +37,8 @@ def forecast(request: StreamFlags) -> None:
 
 def plan_of(folder: StreamFolder, devices: int, inner: int | None) -> StreamPlan:
     """Return the plan of a stream of this model. `inner`: ranks per step, None for one. Raises PlanError."""
-    from patchpar.stream.causal.step_sharding import check_inner
-    from patchpar.stream.plan import StreamPlan
+    from patchpar.models.streaming.causal.step_sharding import check_inner
+    from patchpar.plan.stream_plan import StreamPlan
 
     plan = StreamPlan.on_devices(folder.config.pipeline_steps, devices, inner=1 if inner is None else inner)
     if plan.inner > 1:
@@ -72,7 +72,7 @@ def parse_costs(text: str) -> dict[str, float]:
 
 
 def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[str, Any]:
-    from patchpar.stream.simulate import StreamCosts, simulate
+    from patchpar.plan.stream_simulation import StreamCosts, simulate
 
     due = folder.frames / folder.config.fps
     stages = [str(stage) for stage in plan.stages]

@@ -15,8 +15,8 @@ from patchpar.cli.stream.live_inputs import LiveInputs, notes_of
 from patchpar.cli.stream.ranks import StreamRanks
 from patchpar.cli.stream.run import FrameOutputs, ProgressMeter, StreamReport, TimedFrames, living_line, paced, show_all
 from patchpar.errors import PlanError
+from patchpar.media.image_file import check_pixels, read_image_file
 from patchpar.models.files import path_of
-from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.models.task import RequestedTask
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ImageFrames:
     def _from_video(self) -> Iterator[Image]:
         import av
 
-        from patchpar.stream.media_file import displayed_image, open_media
+        from patchpar.media.media_file import displayed_image, open_media
 
         try:
             with open_media(self.source) as container:
@@ -142,7 +142,7 @@ def _images_in(folder: Path) -> list[Path]:
 def _rate_of(video: Path) -> float:
     import av
 
-    from patchpar.stream.media_file import open_media, rate_of
+    from patchpar.media.media_file import open_media, rate_of
 
     try:
         with open_media(video) as container:

@@ -14,11 +14,11 @@ import typer
 
 from patchpar.cli.stream.flags import PAGE, device_of, kind_of
 from patchpar.errors import PlanError
-from patchpar.stream.web.page_input import PageCamera, PageInputs, PageMicrophone
+from patchpar.web.page_input import PageCamera, PageInputs, PageMicrophone
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.config import StreamConfig
+    from patchpar.models.streaming.config import StreamConfig
     from patchpar.stream.live_inputs import Camera, LiveAudioInput, LiveImageInput
     from patchpar.stream.session import StreamSession
 
@@ -92,10 +92,10 @@ def _audio_of(request: StreamFlags, rate: int) -> LiveAudioInput | None:
     if request.audio is None or not request.has_live_audio:
         return None
     if not request.has_pipe:
-        from patchpar.stream.capture_device import microphone
+        from patchpar.media.capture_device import microphone
 
         return microphone(device_of(request.audio))
-    from patchpar.stream.audio.pcm_pipe import PcmFormat, PcmPipe
+    from patchpar.media.pcm_pipe import PcmFormat, PcmPipe
 
     raw = PcmFormat(rate=request.audio_rate or rate, channels=request.audio_channels or 1)
     is_standard = request.audio == "-"
@@ -121,6 +121,6 @@ def _standard_input() -> IO[bytes]:
 def _images_of(request: StreamFlags) -> LiveImageInput | None:
     if request.input is None or kind_of(request.input) != "camera":
         return None
-    from patchpar.stream.capture_device import camera
+    from patchpar.media.capture_device import camera
 
     return camera(device_of(request.input))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from patchpar.stream.web.shutdown import abandon_computation, ended_at_once, exit_code
+from patchpar.launch.shutdown import abandon_computation, ended_at_once, exit_code
 
 if TYPE_CHECKING:
     from types import TracebackType

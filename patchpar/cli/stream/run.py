@@ -15,8 +15,8 @@ from rich.console import Console
 from patchpar.cli.console import print_json
 from patchpar.cli.output_files import FullDisk
 from patchpar.cli.video_file import StreamVideoFile, video_at
-from patchpar.stream.web.server import HOME, is_local
-from patchpar.stream.web.shutdown import INTERRUPTED, abandon_computation, exit_code
+from patchpar.launch.shutdown import INTERRUPTED, abandon_computation, exit_code
+from patchpar.web.server import HOME, is_local
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
     from patchpar.cli.stream.ranks import StreamRanks
     from patchpar.stream.base_session import BaseSession
-    from patchpar.stream.web.page_input import PageInputs
-    from patchpar.stream.web.viewer import ImageScreen, VideoScreen
+    from patchpar.web.page_input import PageInputs
+    from patchpar.web.viewer import ImageScreen, VideoScreen
 
 WINDOW = 3.0
 """Seconds over which the rate on the status line is measured."""
@@ -278,7 +278,7 @@ class FrameOutputs:
 def _live(
     request: StreamFlags, fps: float, rate: int | None, stack: ExitStack, inputs: PageInputs
 ) -> tuple[ImageScreen | VideoScreen, ...]:
-    from patchpar.stream.web.viewer import ImageScreen, VideoScreen
+    from patchpar.web.viewer import ImageScreen, VideoScreen
 
     host = request.host or HOME
     screens: list[ImageScreen | VideoScreen] = []

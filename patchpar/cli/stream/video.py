@@ -24,9 +24,9 @@ from patchpar.models.files import embedded_model, path_of
 
 if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
+    from patchpar.plan.stream_plan import StreamPlan
     from patchpar.stream.delivery import Pacing
-    from patchpar.stream.plan import StreamPlan
 
 HOLD = 0.5
 """Seconds after which the status line shows that a stream is being resumed."""
@@ -34,7 +34,7 @@ HOLD = 0.5
 
 def stream_video(request: StreamFlags) -> None:
     """Run the stream and report. Raises PlanError and the errors of the ranks."""
-    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.models.streaming.stream_folder import StreamFolder
     from patchpar.stream.video_source import load_reference_image
 
     folder = StreamFolder.read(request.weights)
@@ -85,7 +85,7 @@ def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
         return "live"
     if folder.rate is None:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
-    from patchpar.stream.audio.audio_file import read_audio
+    from patchpar.media.audio_file import read_audio
 
     path = embedded_model(FACE) / "speech.wav" if request.audio == SPEECH else path_of(request.audio)
     audio = read_audio(path, folder.rate)

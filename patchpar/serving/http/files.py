@@ -7,7 +7,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse
 
 from patchpar.serving.image_files import ROUTE, ImageFiles
-from patchpar.stream.web.server import PREFIX, prefix_of
+from patchpar.web.server import PREFIX, prefix_of
 
 HEADERS = {"Cache-Control": "private", "X-Content-Type-Options": "nosniff"}
 

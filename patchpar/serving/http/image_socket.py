@@ -30,7 +30,7 @@ from patchpar.serving.request_error import RequestError
 from patchpar.serving.service import ImageService
 from patchpar.serving.socket_tickets import TICKET_SECONDS, accepted_protocol, protocols_of
 from patchpar.serving.uploaded_image import Uploads, check_upload, checked_aside
-from patchpar.stream.web.http_page import until_one_ends
+from patchpar.web.http_page import until_one_ends
 
 PATH = "/v1/images"
 MAX_MESSAGE = 8 << 20

@@ -12,7 +12,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import HTTPConnection
 
 from patchpar.serving.request_error import TOO_SLOW, RequestError
-from patchpar.stream.web.http_page import is_own_origin
+from patchpar.web.http_page import is_own_origin
 
 JSON, FORM = "application/json", "multipart/form-data"
 MAX_FILES, MAX_FIELDS = 16, 64

@@ -19,7 +19,7 @@ from patchpar.serving.socket_tickets import accepted_protocol
 from patchpar.serving.streams.live_stream import LiveStream
 from patchpar.serving.streams.stream_request import StreamControl, parse_control
 from patchpar.serving.uploaded_image import checked_aside
-from patchpar.stream.web.http_page import send_video, until_one_ends
+from patchpar.web.http_page import send_video, until_one_ends
 
 MAX_MESSAGE = 1 << 20
 """Bytes of audio in one message."""

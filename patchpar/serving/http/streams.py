@@ -177,7 +177,7 @@ async def _read(service: StreamService, request: Request) -> tuple[LiveStreamReq
 
 def _read_pose(data: bytes) -> io.BytesIO:
     """Return the bytes of a video, whose images are read while the stream runs. Raises RequestError."""
-    from patchpar.stream.config import MOST_FPS
+    from patchpar.models.streaming.config import MOST_FPS
     from patchpar.stream.video_source import pose_frames
 
     try:
@@ -189,7 +189,7 @@ def _read_pose(data: bytes) -> io.BytesIO:
 
 def _read_audio(data: bytes, rate: int | None, most: float) -> Any:
     """Return the AudioFile of the bytes of a file of at most `most` seconds, at `rate`. Raises RequestError."""
-    from patchpar.stream.audio.audio_file import read_audio
+    from patchpar.media.audio_file import read_audio
 
     if rate is None:
         raise RequestError("this model takes no audio: leave the file out", param=AUDIO, code="unsupported_parameter")

@@ -16,9 +16,9 @@ from patchpar.errors import PlanError
 from patchpar.serving.request_error import RequestError
 from patchpar.serving.streams.stream_request import StreamControl, reference_of
 from patchpar.stream.session import StreamSession
-from patchpar.stream.web.feed import ImageFeed, VideoFeed
-from patchpar.stream.web.frame_player import FramePlayer
-from patchpar.stream.web.viewer import KEPT, VideoFeedWriter
+from patchpar.web.feed import ImageFeed, VideoFeed
+from patchpar.web.frame_player import FramePlayer
+from patchpar.web.viewer import KEPT, VideoFeedWriter
 
 IDLE_SECONDS = 60.0
 """A stream that nobody has watched for so long ends, so that it does not keep devices from others."""

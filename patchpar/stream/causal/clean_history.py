@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.causal.decoder import DecoderState, as_pixels
+from patchpar.models.streaming.decoder import DecoderState, as_pixels
 from patchpar.stream.causal.wan import StepState, WanStream
 from patchpar.stream.stage_link import Payload
 

@@ -13,15 +13,15 @@ from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices
 from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.models.files import path_of, shipped_name
-from patchpar.stream.audio.sources import Audio, audio_source, check_voices
-from patchpar.stream.audio.track import AudioSource
-from patchpar.stream.causal.lora import LORA, LoraFile
-from patchpar.stream.causal.model_folder import StreamFolder
-from patchpar.stream.config import StreamConfig
+from patchpar.models.streaming.config import StreamConfig
+from patchpar.models.streaming.lora import LORA, LoraFile
+from patchpar.models.streaming.stream_folder import StreamFolder
+from patchpar.plan.stream_plan import StreamPlan
+from patchpar.stream.audio_sources import Audio, audio_source, check_voices
+from patchpar.stream.audio_track import AudioSource
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_source import FrameSources, Video, load_reference_image
@@ -54,7 +54,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         known = StreamFolder.read(folder, config=config, options=options)
         config = known.config
         if file is not None:
-            from patchpar.stream.causal.checkpoint import check_lora_fits  # which imports diffusers
+            from patchpar.models.streaming.checkpoint import check_lora_fits  # which imports diffusers
 
             check_lora_fits(Path(known.path), file)  # before ranks load the model
         found = resolve_devices_of_task(devices)

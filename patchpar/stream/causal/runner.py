@@ -15,21 +15,22 @@ from patchpar.models.speech.features import FOLDER as SPEECH_FOLDER
 from patchpar.models.speech.features import SpeechFeatures
 from patchpar.models.speech.frame_packer import NUM_FRAMES
 from patchpar.models.speech.parts import SpeechParts
+from patchpar.models.streaming.causal.causal_wan import CausalWan, Hearing
+from patchpar.models.streaming.causal.speech_wan import SpeechWan
+from patchpar.models.streaming.causal.step_sharding import StepGroup, check_inner
+from patchpar.models.streaming.checkpoint import RequiredWeights, hearing_of, load_wan
+from patchpar.models.streaming.config import CausalOptions
+from patchpar.models.streaming.decoder import WanDecoder, from_pixels
+from patchpar.models.streaming.model_facts import ModelFacts
+from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.plan.mesh import Axis
+from patchpar.plan.stream_plan import StageSteps
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal.causal_wan import CausalWan, Hearing
-from patchpar.stream.causal.checkpoint import RequiredWeights, hearing_of, load_wan
 from patchpar.stream.causal.clean_history import CleanHistoryStream, RecomputedHistoryStream
-from patchpar.stream.causal.decoder import WanDecoder, from_pixels
-from patchpar.stream.causal.speech_wan import SpeechWan
 from patchpar.stream.causal.stage_loop import StageLoop
-from patchpar.stream.causal.step_sharding import StepGroup, check_inner
 from patchpar.stream.causal.wan import WanStream
-from patchpar.stream.config import CausalOptions
 from patchpar.stream.events import Change, Reference, StepConditions
-from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
-from patchpar.stream.plan import StageSteps
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_link import connected

@@ -19,11 +19,11 @@ from typing import Any
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Messages, Work
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.shard.host_memory import to_host
 from patchpar.stream.causal.wan import WanStream
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.messages import BeginBlock, LostStage, StreamRun, Update
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Stage, StageIO
 from patchpar.stream.stage_link import (
     WHERE,

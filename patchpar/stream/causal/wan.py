@@ -20,12 +20,12 @@ from torch import Tensor
 
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
+from patchpar.models.streaming.causal.attention_passes import KVWindow
+from patchpar.models.streaming.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
+from patchpar.models.streaming.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
+from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal.attention_passes import KVWindow
-from patchpar.stream.causal.causal_wan import BlockAudio, BlockInputs, CausalWan
-from patchpar.stream.causal.decoder import DecoderState, WanDecoder, WanEncoder, as_pixels, from_pixels
 from patchpar.stream.events import PARAMETERS, Change, Prompt, Reference, StepConditions
-from patchpar.stream.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.stream.messages import StreamRun
 from patchpar.stream.stage_link import Payload
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.slurm import resolve_devices_of_task
+from patchpar.models.streaming.config import LONGEST_PROMPT
+from patchpar.models.streaming.fifo.queue import FifoConfig
+from patchpar.models.streaming.video_folder import LTX, local_folder, read_index, transformer_class
+from patchpar.plan.json_fields import number, text
 from patchpar.plan.scalars import plain
-from patchpar.stream.config import LONGEST_PROMPT
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
-from patchpar.stream.fifo.queue import FifoConfig
-from patchpar.stream.json_fields import number, text
 from patchpar.stream.messages import PromptUpdate
-from patchpar.stream.model_index import LTX, local_folder, read_index, transformer_class
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamSession
 from patchpar.stream.worker_group import ModelLoading, VideoStreamingPipeline, WorkerGroup, with_default_dtype
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.comm.device_links import DeviceLinks
-from patchpar.stream.causal.checkpoint import RequiredWeights
+from patchpar.models.streaming.checkpoint import RequiredWeights
+from patchpar.models.streaming.fifo.network import FrameNetwork, LtxFrames, WanFrames
+from patchpar.models.streaming.model_facts import ModelFacts
+from patchpar.models.streaming.video_folder import HIGH_NOISE, LTX, transformer_class
+from patchpar.plan.stream_plan import StageSteps
 from patchpar.stream.events import Change
-from patchpar.stream.fifo.network import FrameNetwork, LtxFrames, WanFrames
 from patchpar.stream.fifo.stage import FifoModel, FifoStage
-from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
-from patchpar.stream.model_index import HIGH_NOISE, LTX, transformer_class
-from patchpar.stream.plan import StageSteps
+from patchpar.stream.messages import PromptUpdate, StreamRun, Update
 from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import TensorSpec
+from patchpar.models.streaming.decoder import as_pixels
+from patchpar.models.streaming.fifo.network import FrameDecoder, FrameNetwork
+from patchpar.models.streaming.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
+from patchpar.models.streaming.flow_schedule import keyed_noise
+from patchpar.plan.stream_plan import StreamPlan
 from patchpar.shard.host_memory import to_device
-from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.events import Change, Prompt, StepConditions
-from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
-from patchpar.stream.fifo.queue import FIRST_NOISE, FifoOptions, FrameQueue, first_queue, generate_first_video
-from patchpar.stream.flow_schedule import keyed_noise
 from patchpar.stream.messages import StreamRun
-from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import FinishedBlock, Stage, StageIO
 from patchpar.stream.stage_link import WHERE, BlockEnvelope, BlockSignal, OutgoingMessages, Payload, received
 

@@ -1,0 +1,1 @@
+"""Models that are streamed: their folders and weights, noise schedules, networks and decoders."""

@@ -1,0 +1,1 @@
+"""Networks with a noise level per frame, and FIFO-Diffusion's queue of frames (arXiv:2405.11473)."""

@@ -1,1 +1,0 @@
-"""Audio conditioning of a stream, and audio files."""

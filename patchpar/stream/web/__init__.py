@@ -1,1 +1,0 @@
-"""Live streams for browsers: MJPEG, or fragmented MP4 with audio."""
