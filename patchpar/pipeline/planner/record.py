@@ -38,6 +38,7 @@ from patchpar.pipeline.conditioners import conditioners_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
+from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.noted_decoding import note_decodings
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
@@ -75,11 +76,20 @@ class Recording:
         logged: LoggedRanks | None = None,
     ) -> None:
         self.pipe, self.options, self._logged = pipe, options or RecordOptions(), logged
+        self._plan = plan
         self._is_hosted = plan.weights == "hosted" and plan.stage > 1
         self.plan = replace(plan, weights="whole", resident=0) if self._is_hosted else plan
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
         self.networks: dict[str, nn.Module] = emptied(pipe)
         self._encoded = EncodedValues()
+
+    def of_image(self) -> ImageRanks:
+        """Record the ranks of the first image. Raises what `of_rank` raises, PlanError if ranks do not match."""
+        found = ranks_of_image(self._plan, self.of_rank)
+        if self._logged is not None and self.options.joined:
+            alike = self.options.learnt.calls_by_branch is False
+            self._logged.keep_sources(found, self.options.steps, branches_are_alike=alike)
+        return found
 
     def of_rank(self, rank: int) -> RecordedRank:
         """Record one rank.
