@@ -40,7 +40,7 @@ from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
 from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.noted_decoding import note_decodings
-from patchpar.pipeline.planner.record_options import RecordOptions
+from patchpar.pipeline.planner.record_options import RecordOptions, makes_known_calls
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_runner import RecordingContext, RecordingRunner
@@ -145,6 +145,8 @@ class Recording:
             self._learn(runner, options)
             runner.begin_recording(partial(memory.begin, ENCODE))
             runner.generate(self.kwargs, options)
+            if runner.was_first:
+                runner.generate(self.kwargs, options)
             found = RecordedRank(  # before weights are gathered to restore the networks
                 rank=runner.context.rank,
                 tape=tape.tape,
@@ -208,7 +210,9 @@ class Recording:
             return False
         if plan.patch > 1 and not all(each in learnt.sites for each in bands):
             return False
-        return plan.cfg == 1 or learnt.calls_by_branch is False
+        if plan.cfg == 1 or learnt.calls_by_branch is False:
+            return True
+        return bool(learnt.forms) and makes_known_calls(plan)
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(note: Callable[[], None], *_: Any) -> None:
