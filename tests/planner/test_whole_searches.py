@@ -10,7 +10,7 @@ import pytest
 
 from patchpar.pipeline.planner import derived_ranks
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
-from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
+from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts
 from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import RecordOptions
@@ -54,7 +54,7 @@ class Searched:
         """See EmptyModel."""
         logged = None if self.alone else self.logged
         recording = Recording(self.pipe, plan, self.kwargs, self.options.with_steps(steps), logged)
-        found = self.recorded[plan] = ranks_of_image(plan, recording.of_rank)
+        found = self.recorded[plan] = recording.of_image()
         return found
 
 

@@ -5,7 +5,7 @@ the recorded call are noted again, with these in the place of its own. Where wha
 exchange in another way, nothing is derived, and the plan is recorded as any other.
 """
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ from patchpar.pipeline.planner.call_log import (
     Noted,
 )
 from patchpar.pipeline.planner.event_runs import EventRun, in_runs
+from patchpar.pipeline.planner.image_ranks import ImageRanks, SourcesOfRank
+from patchpar.pipeline.planner.moved_events import NotAlikeError, are_of_one_branch, moved_events
 from patchpar.pipeline.planner.record_options import RecordOptions
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_transport import RecordingCommunicator, RecordingTransport
@@ -70,6 +72,7 @@ class LoggedRanks:
     encoders: KnownEncoders = field(default_factory=dict)
 
     _ranks: dict[tuple[Plan, int, int], LoggedRank] = field(default_factory=dict)
+    _sources: dict[tuple[Plan, int], tuple[SourcesOfRank, ...]] = field(default_factory=dict)
     _attentions: dict[tuple[AttentionMode, int, AttentionForm], AttentionAlone | None] = field(default_factory=dict)
 
     def keep(self, plan: Plan, steps: int, log: CallLog, rank: RecordedRank, model: PipelineInfo) -> None:
@@ -78,9 +81,37 @@ class LoggedRanks:
             found = LoggedRank(rank=rank, model=model, alive=log.alive, events=tuple(in_runs(log.events)))
             self._ranks[_gathering(plan), rank.rank, steps] = found
 
+    def keep_sources(self, ranks: ImageRanks, steps: int, *, branches_are_alike: bool) -> None:
+        """Keep which ranks of a plan others are like, after it was checked that their messages match."""
+        if is_exact(ranks.plan):
+            plan = _gathering(ranks.plan)
+            known = [
+                source if branches_are_alike or are_of_one_branch(plan, rank, source) else SourcesOfRank(rank, rank)
+                for rank, source in enumerate(ranks.sources)
+            ]
+            self._sources.setdefault((plan, steps), tuple(known))
+
     def find(self, plan: Plan, rank: int, steps: int) -> LoggedRank | None:
         """Return a rank from which that of a plan may be derived; None without one."""
-        return self._ranks.get((_gathering(plan), rank, steps)) if is_exact(plan) else None
+        if not is_exact(plan):
+            return None
+        plan = _gathering(plan)
+        if (plan, rank, steps) not in self._ranks and (plan, steps) in self._sources:
+            self._move(plan, rank, steps)
+        return self._ranks.get((plan, rank, steps))
+
+    def _move(self, plan: Plan, rank: int, steps: int) -> None:
+        """Keep a rank that was not recorded as it follows from those that it is like, if it does."""
+        sources = self._sources[plan, steps]
+        source = sources[rank] if rank < len(sources) else SourcesOfRank(rank, rank)
+        found = {each: self._ranks.get((plan, each, steps)) for each in (source.steps, source.decode)}
+        logged = {each: rank for each, rank in found.items() if rank is not None}
+        if len(logged) < len(found):
+            return
+        with suppress(NotAlikeError):
+            events = moved_events(plan, rank, source, {each: found.events for each, found in logged.items()})
+            like = logged[source.steps]
+            self._ranks[plan, rank, steps] = replace(like, rank=replace(like.rank, rank=rank), events=events)
 
     def derived(self, plan: Plan, logged: LoggedRank, options: RecordOptions) -> RecordedRank | None:
         """Return the rank of a plan for which `find` has this one; None where it has to be recorded itself."""

@@ -11,7 +11,7 @@ from patchpar.models.info import describe
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.models.task import ANY_PROMPT, purpose_of
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
-from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
+from patchpar.pipeline.planner.image_ranks import ImageRanks
 from patchpar.pipeline.planner.kept_tapes import CallFacts
 from patchpar.pipeline.planner.record import Recording
 from patchpar.pipeline.planner.record_options import RecordOptions
@@ -54,5 +54,4 @@ class EmptyModel:
         """
         prompt = {"prompt": [ANY_PROMPT] * plan.data if plan.data > 1 else ANY_PROMPT}
         kwargs = (prompt if "prompt" in self._parameters else {}) | self._kwargs
-        recording = Recording(self._pipe, plan, kwargs, self._learnt.with_steps(steps), self._logged)
-        return ranks_of_image(plan, recording.of_rank)
+        return Recording(self._pipe, plan, kwargs, self._learnt.with_steps(steps), self._logged).of_image()

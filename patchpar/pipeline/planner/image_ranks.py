@@ -87,7 +87,7 @@ class PlacedTapes:
         if source == SourcesOfRank(rank, rank):
             return self._whole(rank)
         size = len(self._ranks.sources)
-        in_steps = {peer: _moved(plan, peer, source.steps, rank) for peer in range(size)}
+        in_steps = {peer: moved_peer(plan, peer, source.steps, rank) for peer in range(size)}
         in_decode = {peer: (peer + rank - source.decode) % size for peer in range(size)}
         steps, decode = self._parts(source.steps), self._parts(source.decode)
         to_root = decode.to_root if source.decode > 1 else frozenset()  # of rank 1 it may be a neighbour
@@ -152,16 +152,16 @@ def _sources(plan: Plan, rank: int) -> SourcesOfRank:
 
     With three of one image, of all guidance branches: its first rank, its last one, and one between.
     """
-    patch, size = _mesh(plan, rank)["patch"], plan.world_size // plan.data
-    between = _mesh(plan, 0)["patch"].ranks[patch.size // 2]
+    patch, size = mesh_of_image(plan, rank)["patch"], plan.world_size // plan.data
+    between = mesh_of_image(plan, 0)["patch"].ranks[patch.size // 2]
     if patch.size > RECORDED and patch.rank not in (0, patch.size - 1):
-        steps = _mesh(plan, 0)["patch"].ranks[_between(plan, patch)]
+        steps = mesh_of_image(plan, 0)["patch"].ranks[_between(plan, patch)]
     elif patch.rank == 0 and patch.size > 1:
         steps = 0
     elif patch.rank == patch.size - 1 and patch.size > 1:
         steps = size - 1
     else:
-        steps = _mesh(plan, 0)["patch"].ranks[patch.rank]
+        steps = mesh_of_image(plan, 0)["patch"].ranks[patch.rank]
     if size <= RECORDED or rank in (0, size - 1):
         return SourcesOfRank(steps, rank)
     return SourcesOfRank(steps, between if patch.size > RECORDED else size // 2)
@@ -177,7 +177,7 @@ def _between(plan: Plan, patch: Axis) -> int:
     return found if 0 < found < patch.size - 1 else patch.rank
 
 
-def _mesh(plan: Plan, rank: int) -> Mesh:
+def mesh_of_image(plan: Plan, rank: int) -> Mesh:
     """Return the mesh of a rank of the first image, without those of other images: there may be a thousand."""
     return Mesh(rank, range(plan.world_size // plan.data), **{**plan.degrees(), "data": 1})
 
@@ -224,12 +224,12 @@ def _divided(tape: Tape) -> tuple[Tape, Tape]:
     return tape[:at], tape[at:]
 
 
-def _moved(plan: Plan, peer: int, source: int, rank: int) -> int:
+def moved_peer(plan: Plan, peer: int, source: int, rank: int) -> int:
     """Return the peer that is to `rank` what `peer` is to `source`, along axes cfg and patch."""
-    mesh, before, after = _mesh(plan, peer), _mesh(plan, source), _mesh(plan, rank)
+    mesh, before, after = mesh_of_image(plan, peer), mesh_of_image(plan, source), mesh_of_image(plan, rank)
     patch = mesh["patch"]
     found = patch.ranks[(patch.rank + after["patch"].rank - before["patch"].rank) % patch.size]
-    cfg = _mesh(plan, found)["cfg"]
+    cfg = mesh_of_image(plan, found)["cfg"]
     return cfg.ranks[(cfg.rank + after["cfg"].rank - before["cfg"].rank) % cfg.size]
 
 

@@ -38,8 +38,9 @@ from patchpar.pipeline.conditioners import conditioners_of
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.call_log import CallLog, LoggedBytes, LoggedTape
 from patchpar.pipeline.planner.derived_ranks import LoggedRanks
+from patchpar.pipeline.planner.image_ranks import ImageRanks, ranks_of_image
 from patchpar.pipeline.planner.noted_decoding import note_decodings
-from patchpar.pipeline.planner.record_options import RecordOptions
+from patchpar.pipeline.planner.record_options import RecordOptions, makes_known_calls
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues
 from patchpar.pipeline.planner.recorded_rank import RecordedRank
 from patchpar.pipeline.planner.recording_runner import RecordingContext, RecordingRunner
@@ -75,11 +76,20 @@ class Recording:
         logged: LoggedRanks | None = None,
     ) -> None:
         self.pipe, self.options, self._logged = pipe, options or RecordOptions(), logged
+        self._plan = plan
         self._is_hosted = plan.weights == "hosted" and plan.stage > 1
         self.plan = replace(plan, weights="whole", resident=0) if self._is_hosted else plan
         self.kwargs = with_few_steps(pipe, kwargs, self.options.steps)
         self.networks: dict[str, nn.Module] = emptied(pipe)
         self._encoded = EncodedValues()
+
+    def of_image(self) -> ImageRanks:
+        """Record the ranks of the first image. Raises what `of_rank` raises, PlanError if ranks do not match."""
+        found = ranks_of_image(self._plan, self.of_rank)
+        if self._logged is not None and self.options.joined:
+            alike = self.options.learnt.calls_by_branch is False
+            self._logged.keep_sources(found, self.options.steps, branches_are_alike=alike)
+        return found
 
     def of_rank(self, rank: int) -> RecordedRank:
         """Record one rank.
@@ -135,6 +145,8 @@ class Recording:
             self._learn(runner, options)
             runner.begin_recording(partial(memory.begin, ENCODE))
             runner.generate(self.kwargs, options)
+            if runner.was_first:
+                runner.generate(self.kwargs, options)
             found = RecordedRank(  # before weights are gathered to restore the networks
                 rank=runner.context.rank,
                 tape=tape.tape,
@@ -198,7 +210,9 @@ class Recording:
             return False
         if plan.patch > 1 and not all(each in learnt.sites for each in bands):
             return False
-        return plan.cfg == 1 or learnt.calls_by_branch is False
+        if plan.cfg == 1 or learnt.calls_by_branch is False:
+            return True
+        return bool(learnt.forms) and makes_known_calls(plan)
 
     def _note_phases(self, hooks: HookSet, memory: LiveBytes, tape: TapeRecorder) -> None:
         def begin(note: Callable[[], None], *_: Any) -> None:

@@ -5,6 +5,7 @@ And token plans of transformers without values: those that come with the package
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import diffusers
 from torch import nn
@@ -13,10 +14,12 @@ from patchpar.errors import UnsupportedModel
 from patchpar.models.dry_run.meta_mode import KnownForms
 from patchpar.pipeline.planner.feature_plans import KnownFeatures
 from patchpar.pipeline.planner.noted_decoding import Decoding
+from patchpar.plan.plan import Plan
 from patchpar.shard.fingerprint import Fingerprint
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.unet.discover import ExchangeSites
+from patchpar.strategies.cfg.exchange import OutputForm
 
 STEPS = 4
 """Steps that are recorded: one exact, two until the values of two steps are known, and one that is like all others."""
@@ -42,6 +45,12 @@ class KnownTokens:
         return plan
 
 
+def makes_known_calls(plan: Plan) -> bool:
+    """Whether calls for one guidance branch are like those of others: no weights are divided, and no values kept."""
+    keeps = plan.patch > 1 and plan.strategy.policy.remembers
+    return plan.weights == "whole" and plan.stage * plan.tensor == 1 and not keeps
+
+
 @dataclass(slots=True)
 class LearntFacts:
     """What the first call of a model finds: exchange points of UNets, and, by VAE and method, `SplitMethod.feeds`.
@@ -49,6 +58,7 @@ class LearntFacts:
     And what is looked up for it: token plans of transformers, and fingerprints. `decodings`: what VAEs decode in a call
     of one rank; None if not known.
     `calls_by_branch`: guidance has a call for each branch, the first of which every rank makes; None if not known.
+    `forms`: what those calls return under plans that make known ones, see `GuidanceSplit.forms`.
     """
 
     sites: dict[nn.Module, ExchangeSites] = field(default_factory=dict)
@@ -58,6 +68,7 @@ class LearntFacts:
     has_decoded: bool = False
     decodings: Sequence[Decoding | None] | None = None
     calls_by_branch: bool | None = None
+    forms: dict[Any, OutputForm | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.messages import CallOptions
 from patchpar.pipeline.planner.cuts_without_values import CutsWithoutValues
 from patchpar.pipeline.planner.noted_decoding import Decoding
-from patchpar.pipeline.planner.record_options import RecordOptions
+from patchpar.pipeline.planner.record_options import RecordOptions, makes_known_calls
 from patchpar.pipeline.planner.recorded_encoders import EncodedValues, RecordedAbsence, RecordedTransfer
 from patchpar.pipeline.planner.recording_transport import DEADLINE, RecordingCommunicator, RecordingTransport
 from patchpar.pipeline.planner.tape_recorder import TapeRecorder
@@ -88,16 +88,22 @@ class RecordingRunner(PipelineRunner):
         self._encoded = encoded
         self._tape, self._options, self._attend = transport.tape, options, attend
         self._begin: Callable[[], None] = lambda: None
+        self._makes_known_calls = False
         self.stale_bytes = 0
         """Of the call made last; see `RankStats`."""
+        self.was_first = False
+        """Whether that had calls for one guidance branch whose results were not known before."""
 
     def learn(self) -> None:
         """Keep what a first call has found, for other ranks and plans."""
         for part in _parts_of(self._installed.patched):
             if isinstance(part, PatchedDenoiser) and part.sites is not None:
                 self._options.learnt.sites[part.denoiser] = part.sites
-        if self._installed.guidance is not None:
-            self._options.learnt.calls_by_branch = self._installed.guidance.has_calls_by_branch
+        guidance, learnt = self._installed.guidance, self._options.learnt
+        if guidance is not None:
+            learnt.calls_by_branch = bool(guidance.forms)
+            if self._makes_known_calls:
+                learnt.forms.update(guidance.forms)
         self._options.learnt.has_decoded |= self._installed.vaes is not None
 
     def decode(self, decodings: Iterable[Decoding], options: CallOptions) -> None:
@@ -116,13 +122,19 @@ class RecordingRunner(PipelineRunner):
         self._begin()
         self._encoded.begin()
         self._tape.begin()
+        guidance = self._installed.guidance
+        known = 0 if guidance is None else len(guidance.forms)
         output, stats = super()._call_pipeline(kwargs, options)
+        self.was_first = guidance is not None and len(guidance.forms) > known
         self.stale_bytes = stats.stale_bytes
         return output, stats
 
     def install(self, plan: Plan, **options: Any) -> None:
         """See PipelineRunner. Nothing is verified, and tokens are not searched, since there are no values."""
         super().install(plan, **options)
+        self._makes_known_calls = makes_known_calls(plan)
+        if self._installed.guidance is not None and self._makes_known_calls:
+            self._installed.guidance.forms.update(self._options.learnt.forms)
         for part in _parts_of(self._installed.patched):
             self._prepare(part, plan)
         for tensor in self._installed.tensors:

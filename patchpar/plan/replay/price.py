@@ -16,7 +16,7 @@ compiled           what runs between two products is one kernel, as long as the 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 
@@ -164,7 +164,7 @@ def _bias_seconds(operator: Operator, device: DeviceSpec, assumed: CostAssumptio
     if assumed.fused:
         return 0.0
     m, n, _ = operator.dims
-    added = replace(operator, name="add_", flops=0, num_bytes=2 * m * n * SIZES.get(operator.dtype, 0), dims=())
+    added = operator._replace(name="add_", flops=0, num_bytes=2 * m * n * SIZES.get(operator.dtype, 0), dims=())
     return _moving(added, device, assumed)
 
 
@@ -206,7 +206,7 @@ class Prices:
             if isinstance(entry, Operator):
                 run.append(entry)
                 if entry.name in QUESTIONS:
-                    yield replace(self._kernel(block, run, begins=False), waits=True)
+                    yield self._kernel(block, run, begins=False)._replace(waits=True)
                     yield from self._region_begins(block)
                     run = []
                 continue
@@ -276,9 +276,9 @@ def fused(run: Sequence[Operator]) -> Iterator[Operator]:
         if is_product:
             yield from operators
             continue
-        yield from (replace(each, name=MOMENTS, num_bytes=each.num_bytes // 2) for each in operators if _is_norm(each))
+        yield from (each._replace(name=MOMENTS, num_bytes=each.num_bytes // 2) for each in operators if _is_norm(each))
         longest = max(operators, key=lambda operator: operator.num_bytes)
-        yield replace(longest, name=NORMED) if _is_norm(longest) else longest
+        yield longest._replace(name=NORMED) if _is_norm(longest) else longest
 
 
 def _is_norm(operator: Operator) -> bool:

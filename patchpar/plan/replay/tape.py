@@ -1,11 +1,12 @@
 """One rank's program: what it computes, sends and waits for, in order.
 
-A recorded tape has operators, whose time depends on the device. `price.Prices` makes kernels of them.
+A recorded tape has operators, whose time depends on the device. `price.Prices` makes kernels of them. Entries are named
+tuples: a plan has some hundred thousand, and a frozen dataclass takes several times as long to make and to hash.
 """
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 AGAIN = "another call"
 """The name of a boundary where a denoiser is called that is not the first of its step."""
@@ -15,8 +16,7 @@ COPIED = "host"
 """The kind of copies from the host's memory, messages that a rank sends itself, in tapes and statistics."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """A call of one of torch's operators: what its kernel computes, and reads and writes if nothing is in a cache.
 
     `dims`: (m, n, k) of a matrix product, also of a convolution written as one; (queries, keys, width) of attention,
@@ -31,8 +31,7 @@ class Operator:
     dims: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """Computes for `seconds` on a device of speed 1.
 
     `host`: seconds for which the process launches it, or the kernels that it stands for. `lag`: seconds from the first
@@ -57,8 +56,7 @@ class Kernel:
         return Kernel(self.name, self.seconds + other.seconds, self.host + other.host, lag)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Sends exchange `number` to each of `peers`, as one message of `num_bytes` each. `where`: the exchange point.
 
     `parts`: the bytes by kind, where a message has several. `bulk`: messages that are not need not queue behind it.
@@ -81,8 +79,7 @@ class Send:
         return Send(number, peers, self.kind, self.num_bytes, self.where, self.parts, self.bulk, self.operation)
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
+class Receive(NamedTuple):
     """Comes to exchange `number` of `sender`, which leaves no earlier if it is one of an operation."""
 
     number: int
@@ -94,8 +91,7 @@ class Receive:
         return Receive(self.number, sender, self.where)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Waits until exchange `number` of `sender` has arrived, `num_bytes` of it. `where`: the exchange point."""
 
     number: int
@@ -109,8 +105,7 @@ class Wait:
         return Wait(self.number, sender, self.num_bytes, self.where, self.kind)
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """Waits until all that this rank sends in one of its operations has arrived. `where`: the exchange point."""
 
     operation: int
@@ -118,8 +113,7 @@ class Leave:
     kind: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Boundary:
+class Boundary(NamedTuple):
     """Where a block or a step begins; takes no time. `is_step`: a phase of the call, such as step 3 or decoding."""
 
     name: str

@@ -11,6 +11,9 @@ from patchpar.plan.scalars import is_number
 LONGEST = 2**28
 """Bytes of a tape's JSON. A text that unpacks to more was not written here."""
 
+LETTERS = {Operator: "o", Send: "s", Receive: "r", Leave: "l", Wait: "w", Boundary: "b"}
+"""Kinds of entries; each is written as its letter and its fields in their order."""
+
 
 def to_text(tape: Tape) -> str:
     """Return a recorded tape as text. Raises TypeError for a kernel, which has a price and no operator."""
@@ -23,7 +26,7 @@ def to_text(tape: Tape) -> str:
             position = known[id(entry)] = positions.setdefault(entry, len(positions))
         order.append(position)
     written = json.dumps([[_fields(entry) for entry in positions], order], separators=(",", ":"))
-    return base64.b64encode(zlib.compress(written.encode(), 6)).decode()
+    return base64.b64encode(zlib.compress(written.encode(), 1)).decode()
 
 
 def from_text(text: str) -> Tape:
@@ -39,21 +42,10 @@ def from_text(text: str) -> Tape:
 
 
 def _fields(entry: TapeEntry) -> list[Any]:
-    match entry:
-        case Operator():
-            return ["o", entry.name, entry.dtype, entry.flops, entry.num_bytes, entry.dims]
-        case Send():
-            kinds = entry.kind, entry.num_bytes, entry.where, entry.parts
-            return ["s", entry.number, entry.peers, *kinds, entry.bulk, entry.operation]
-        case Receive():
-            return ["r", entry.number, entry.sender, entry.where]
-        case Leave():
-            return ["l", entry.operation, entry.where, entry.kind]
-        case Wait():
-            return ["w", entry.number, entry.sender, entry.num_bytes, entry.where, entry.kind]
-        case Boundary():
-            return ["b", entry.name, entry.is_step]
-    raise TypeError(f"{entry} is no entry of a recorded tape")
+    letter = LETTERS.get(type(entry))
+    if letter is None:
+        raise TypeError(f"{entry} is no entry of a recorded tape")
+    return [letter, *entry]
 
 
 def _entry(kind: str, *fields: Any) -> TapeEntry:

@@ -119,13 +119,9 @@ class GuidanceSplit:
         self.rounds: GatherRounds | None = None
         """Of networks whose weights are sharded over this axis too."""
         self._progress = GuidanceProgress()
-        self._forms: dict[Any, OutputForm | None] = {}  # kept from one pipeline call to the next
+        self.forms: dict[Any, OutputForm | None] = {}
+        """What calls for one branch return, by their form, kept from one pipeline call to the next."""
         self._shapes: dict[Any, Shapes] = {}
-
-    @property
-    def has_calls_by_branch(self) -> bool:
-        """Whether a call for one branch was made, whose form is known since."""
-        return bool(self._forms)
 
     def reset(self) -> None:
         """Begin a pipeline call."""
@@ -144,7 +140,7 @@ class GuidanceSplit:
 
     def forget(self) -> None:
         """Discard what is known of the denoisers, which may change now: the first call runs on every rank again."""
-        self._forms.clear()
+        self.forms.clear()
         self._shapes.clear()
 
     def catch_up(self) -> None:
@@ -251,14 +247,14 @@ class GuidanceSplit:
     ) -> Any:
         when, axis = self._now, self._axis
         key = (when.call, *self._form_of_call(sample, args, kwargs))
-        form = self._forms.get(key)
+        form = self.forms.get(key)
         owner = when.call % axis.size
         if form is None:
             self.catch_up()
             before = held_by(kwargs)
             output = forward(*args, **kwargs)
             if are_as_before(before, held_by(kwargs)):  # else every rank needs the modified cache
-                self._forms[key] = OutputForm.of(output)
+                self.forms[key] = OutputForm.of(output)
             return output
         if owner != axis.rank:
             is_made = self.rounds is None or self.rounds.skip_call()
