@@ -43,7 +43,7 @@ def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
 class GatheredKeys(NamedTuple):
     """Views of keys beside values of the whole sequence [L, B, M + M, D]: the first two are written.
 
-    `common` [B, M + M, c, D] and `own` [B, M + M, l, D] of this rank. `of_rank` [l, B, M + M, D] are its own as they are
+    `common` [B, M + M, c, D] and `own` [B, M + M, l, D] of this rank. `of_rank` [l, B, M + M, D]: its own as they are
     sent, among those of all ranks, `of_ranks`. `key` and `value` [B, M, L, D].
     """
 

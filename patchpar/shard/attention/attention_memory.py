@@ -26,8 +26,8 @@ def reuses_buffers(mesh: AxisComm) -> bool:
 
     What is recorded without values, call by call, counts the memory of each layer alone.
     """
-    (comm, axis), transport = mesh, mesh[0].transport
-    return transport.device.type != "meta" and collectives_of(transport, axis.ranks) is not None
+    comm, axis = mesh
+    return comm.transport.device.type != "meta" and collectives_of(comm.transport, axis.ranks) is not None
 
 
 class AttentionMemory:
