@@ -16,6 +16,7 @@ from patchpar.plan.bands import Bands
 from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.attention_memory import AttentionMemory
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.stale.guidance_call import StaleEntry
@@ -34,7 +35,7 @@ class LocalPatch:
     none either. `frozen`: stored values are never updated and nothing is sent, a negative control. `step_ratio`: length
     of this step in units of the last, a scalar in fp32. `kv_sizes`: keys
     of every exchange point with attention, in tokens times channels of any unit. `attend`: exact attention between
-    ranks, see `attend_together`.
+    ranks, see `attend_together`. `memory`: for what it exchanges, if layers may use the same buffers.
     """
 
     comm: Communicator
@@ -50,6 +51,7 @@ class LocalPatch:
     step_ratio: Tensor = field(default_factory=lambda: torch.ones(()))
     cache: StaleCache | None = None
     attend: Callable[..., Tensor] = attend_together
+    memory: AttentionMemory | None = None
     halos: dict[str, RawHalo] = field(default_factory=dict)  # stored by a norm for the convolution it feeds
 
     @property

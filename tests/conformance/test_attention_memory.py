@@ -6,18 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.attention_mode import AttentionMode
+from patchpar.plan.bands import Bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.attention_memory import AttentionMemory
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.block_call import KnownRuns
 from patchpar.shard.transformer.token_call import TokenCall
+from patchpar.shard.unet.attention_hook import attend_over_bands
+from patchpar.shard.unet.discover import ExchangeSites
+from patchpar.shard.unet.install import UNetSharder
 from tests.conformance.stand_in import StandIn
 from tests.conformance.test_faults import checked
 
@@ -91,6 +97,53 @@ def test_the_same_key_gets_the_same_buffers_with_memory_again() -> None:
     assert again.fill_(2.0).sum() == 16
     memory.free(other)
     assert [x.untyped_storage().nbytes() for x in made] == [32, 0]
+
+
+def band_of(transport: Any) -> LocalPatch:
+    """A band of one row of tokens on each rank."""
+    comm, axis = Communicator(transport), Axis("patch", transport.rank, WORLD, tuple(range(WORLD)))
+    transport.collectives.form([axis.ranks])
+    return LocalPatch(comm, axis, bands=Bands(tuple(range(WORLD + 1))), whole=torch.zeros(1, 1, WORLD, 4))
+
+
+def test_attentions_of_a_unet_exchange_in_the_same_buffers_in_one_call_of_it() -> None:
+    """They are made once in a call, have no memory between two layers, and nothing is left of them after the call."""
+    layers = [tensors_of(layer, sum(EVEN), 2) for layer in range(LAYERS)]
+
+    class Network(nn.Module):
+        def __init__(self, patch: LocalPatch) -> None:
+            super().__init__()
+            self.patch, self.found, self.memories = patch, list[Tensor](), list[Any]()
+
+        def forward(self) -> None:
+            for layer in layers:
+                own = (own_of(x, EVEN, 0, self.patch.axis.rank) for x in layer)
+                self.found.append(attend_over_bands(self.patch, "attn1", AttentionCall(*own)))
+                self.memories.append(self.patch.memory)
+
+    def attended(transport: Any) -> list[Tensor]:
+        network = Network(band_of(transport))
+        sharder = UNetSharder(network, ExchangeSites((), (), (), 1), network.patch)
+        with torch.no_grad():
+            sharder.run(network.forward, (), {})
+            sharder.run(network.forward, (), {})
+        memory = network.memories[0]
+        assert all(each is memory for each in network.memories[:LAYERS])
+        ((_, storages),) = memory._found.values()
+        assert storages
+        assert not any(storage.nbytes() for storage, _ in storages)
+        assert network.patch.memory is None
+        assert network.memories[-1] is not memory, "of another call"
+        with torch.enable_grad():
+            sharder.run(network.forward, (), {})
+        assert network.memories[-1] is None, "gradients need what was there"
+        return network.found
+
+    stand_in = StandIn(WORLD)
+    for rank, outputs in enumerate(stand_in.run(attended)):
+        for layer, out in zip(3 * layers, outputs, strict=True):
+            assert torch.allclose(out, own_of(F.scaled_dot_product_attention(*layer), EVEN, 0, rank), atol=1e-5)
+    assert stand_in.faults == []
 
 
 def memory_of(split: TokenSplit) -> Any:

@@ -123,7 +123,7 @@ def test_kernels_together_are_the_norm_of_the_whole(interpreted: Callable[..., A
     x = band("rows", torch.float16, channels_last=channels_last)
     weight, bias = terms(x)
     bands = [each.clone(memory_format=torch.preserve_format) for each in x.split([2, 3], -2)]
-    moments = torch.cat([interpreted(launch_group_moments, each, GROUPS, 1) for each in bands])
+    moments = torch.stack([interpreted(launch_group_moments, each, GROUPS, 1) for each in bands])
     found = [interpreted(launch_group_norm, each, moments, GROUPS, EPS, weight, bias)[0] for each in bands]
     assert all(is_channels_last(each) is channels_last for each in found)
     whole = F.group_norm(x.double(), GROUPS, weight.double(), bias.double(), EPS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchpar.comm.kernels import program
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Prepared, Program
 
 SELF = "tests.kernels.test_program"
 
@@ -92,6 +92,28 @@ def test_what_triton_may_compile_another_kernel_for_is_launched_by_triton(triton
     for args in others:
         launch(of, *args)
     assert len(triton.launched) == len(others), "control: each is known now"
+
+
+def test_what_facts_determine_is_prepared_for_the_first_launch_only(triton: Triton) -> None:
+    of, x, y, prepared = Program(SELF, "some_program"), torch.zeros(64), torch.zeros(64), list[int]()
+
+    def prepare(size: int, width: int) -> Prepared:
+        prepared.append(size)
+        return (size, 2), (size,), {"num_warps": 8, "ROWS": 4, "WIDTH": width}
+
+    of.launch_by(prepare, (7, 8), (x, y))
+    assert (triton.compiled, triton.launched) == (1, [])
+    of.launch_by(prepare, (7, 8), (x, None))
+    of.launch_by(prepare, (7, 8), (x, y))
+    assert triton.launched == [((7, 2, 1), x, y, 7, 8, 4)]
+    others: list[Any] = [((7, 8), (x[1:], y)), ((7, 8), (x, y[1:])), ((7, 8), (x, y.half())), ((7, 9), (x, y))]
+    for number, args in enumerate(others, 3):
+        of.launch_by(prepare, *args)
+        assert triton.compiled == len(prepared) == number, args
+    for args in others:
+        of.launch_by(prepare, *args)
+    assert len(triton.launched) == 1 + len(others), "control: each is known now"
+    assert len(prepared) == 2 + len(others)
 
 
 def test_elsewhere_every_launch_is_by_triton(triton: Triton, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ operators. Where they are like those of an earlier launch, its compiled kernel r
 Triton's tutorials call it.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,8 @@ KERNELS_KEPT = 4096  # of arguments that differ in a type, an alignment or a num
 ALIGNMENT = 16  # bytes: Triton compiles one kernel for pointers that are multiples of it, and one for others
 LEAST_TRITON = (3, 3)
 """Triton from which programs take tuples, and compiled kernels the constants of their programs, in their order."""
+Prepared = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+"""The grid of a launch, the numbers after its tensors, and its constants."""
 Compiled = tuple[Any, tuple[int, ...], tuple[Any, ...]]
 """A compiled kernel with its grid and all arguments: `kernel[grid](*arguments)` launches it again."""
 
@@ -54,6 +56,28 @@ class Program:
         values = *tensors, *last
         kernel[whole_grid](*values)
         return kernel, whole_grid, values
+
+    def launch_by(
+        self, prepare: Callable[..., Prepared], facts: tuple[Hashable, ...], tensors: tuple[Tensor | None, ...]
+    ) -> None:
+        """Launch it with `tensors`, of any shape, and what `prepare` returns for `facts`: it is called once for these.
+
+        For operators whose grid and numbers take longer to compute than to look up. At least the first is a tensor.
+        """
+        first: Any = tensors[0]
+        key = [facts, first.get_device()]
+        for x in tensors:  # as in `facts_of`, without a call in every launch
+            if x is None:
+                key.append(None)
+            else:
+                key += (x.dtype, x.data_ptr() % ALIGNMENT)
+        known = self._kernels.get(tuple(key))
+        if known is None:
+            grid, numbers, constants = prepare(*facts)
+            self.launch_for(tuple(key), numbers, grid, *tensors, **constants)
+            return
+        kernel, whole_grid, last = known  # as `launched_again`, without a call in every launch
+        kernel[whole_grid](*tensors, *last)
 
     def launched_again(self, key: Hashable, *args: Any) -> bool:
         """Launch the kernel that is known by `key`, and return whether one is. `args`: those that the key is not of."""

@@ -41,13 +41,15 @@ def unpack_tokens(packed: Tensor, heads: Sequence[int]) -> list[Tensor]:
 
 
 class GatheredKeys(NamedTuple):
-    """Keys beside values of the whole sequence [L, B, M + M, D], and views of them, of which the first are written.
+    """Views of keys beside values of the whole sequence [L, B, M + M, D]: the first two are written.
 
-    `common` [c, B, M + M, D]; `own` of this rank among those of all ranks, `of_ranks`. `key` and `value` [B, M, L, D].
+    `common` [B, M + M, c, D] and `own` [B, M + M, l, D] of this rank. `of_rank` [l, B, M + M, D]: its own as they are
+    sent, among those of all ranks, `of_ranks`. `key` and `value` [B, M, L, D].
     """
 
     common: Tensor | None
     own: Tensor
+    of_rank: Tensor
     of_ranks: Tensor
     key: Tensor
     value: Tensor
@@ -59,8 +61,9 @@ class GatheredKeys(NamedTuple):
         whole = shared.k_BMlD.new_empty((shared.total, batch, 2 * heads, width))
         of_ranks = whole.narrow(0, common, shared.total - common)
         key, value = unpack_tokens(whole, (heads, heads))
-        own = of_ranks.narrow(0, shared.group_rank * size, size)
-        return cls(whole.narrow(0, 0, common) if common else None, own, of_ranks, key, value), [whole]
+        of_rank, by_head = of_ranks.narrow(0, shared.group_rank * size, size), whole.permute(1, 2, 0, 3)
+        of_common = by_head.narrow(2, 0, common) if common else None
+        return cls(of_common, of_rank.permute(1, 2, 0, 3), of_rank, of_ranks, key, value), [whole]
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
@@ -71,10 +74,14 @@ def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQ
     like, common = shared.k_BMlD, shared.common
     key = ("gathered", sizes, shared.group_rank, common, like.shape, like.dtype)
     found = shared.buffers(key, partial(GatheredKeys.empty, shared))
+    keys, values = like, shared.v_BMlD
+    if like.requires_grad or values.requires_grad:  # nothing that records gradients can be written to a buffer
+        keys, values = keys.detach(), values.detach()
     if found.common is not None:
-        pack_tokens([x.narrow(2, 0, common) for x in (like, shared.v_BMlD)], into=found.common)
-    pack_tokens(shared.own_keys, into=found.own)
-    comm.all_gather(axis, "kv", where, found.own, into=found.of_ranks).wait()
+        torch.cat((keys.narrow(2, 0, common), values.narrow(2, 0, common)), 1, out=found.common)
+        keys, values = (x.narrow(2, common, sizes[0]) for x in (keys, values))
+    torch.cat((keys, values), 1, out=found.own)
+    comm.all_gather(axis, "kv", where, found.of_rank, into=found.of_ranks).wait()
     return attend_to_all(shared, found.key, found.value)
 
 

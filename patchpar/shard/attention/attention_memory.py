@@ -13,9 +13,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from patchpar.comm.collectives import AxisComm
+from patchpar.comm.exchange_part import collectives_of
+
 T = TypeVar("T")
 Made = tuple[T, Sequence[Tensor]]
 """What a layer uses, and the buffers in it, of any shape, of which each has a storage of its own."""
+
+
+def reuses_buffers(mesh: AxisComm) -> bool:
+    """Whether layers may exchange in the same buffers: ranks have operations of all of them, and tensors values.
+
+    What is recorded without values, call by call, counts the memory of each layer alone.
+    """
+    comm, axis = mesh
+    return comm.transport.device.type != "meta" and collectives_of(comm.transport, axis.ranks) is not None
 
 
 class AttentionMemory:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Prepared, Program
 from patchpar.shard.kernels.group_norm import scaled
 from patchpar.shard.kernels.map_layout import empty_with_rows, is_channels_last, power_of_2
 
@@ -78,33 +78,46 @@ def launch_concat_halo(
     else:
         nothing = _no_rows(x.shape, x.dtype, x.device, dim)
         found = empty_with_rows(x, dim, rows_before + x.shape[dim] + rows_after), nothing, nothing
-    channels_last = is_channels_last(x)
-    batch, channels = x.shape[:2]
-    grid, runs, inner, runs_at_once, positions = _blocks_of(
-        x.shape, rows_before + rows_after, dim, channels_last=channels_last
-    )
-    _CONCAT_HALO.launch(
-        grid,
-        (x, before, after, terms, *found),
-        (
-            runs,
-            runs // (batch if channels_last else batch * channels),
-            (rows_before + x.shape[dim] + rows_after) * inner,
-            rows_before * inner,  # Triton makes what exceeds 32 bits 64 wide: a product in the kernel would overflow
-            x.shape[dim] * inner,
-            rows_after * inner,
-            channels,
-            batch * channels,
-            first * inner,
-            last * inner,
-        ),
-        CHANNELS_LAST=channels_last,
-        SILU=silu,
-        RUNS=runs_at_once,
-        POSITIONS=positions,
-        num_warps=8,
-    )
+    facts = x.shape, is_channels_last(x), rows_before, rows_after, dim, silu, first, last
+    _CONCAT_HALO.launch_by(_prepared, facts, (x, before, after, terms, *found))
     return found
+
+
+def _prepared(
+    shape: tuple[int, ...],
+    channels_last: bool,
+    rows_before: int,
+    rows_after: int,
+    dim: int,
+    silu: bool,
+    first: int,
+    last: int,
+) -> Prepared:
+    """Return what a launch needs for a band of `shape`."""
+    (batch, channels), rows = shape[:2], shape[dim]
+    grid, runs, inner, runs_at_once, positions = _blocks_of(
+        shape, rows_before + rows_after, dim, channels_last=channels_last
+    )
+    numbers = (
+        runs,
+        runs // (batch if channels_last else batch * channels),
+        (rows_before + rows + rows_after) * inner,
+        rows_before * inner,  # Triton makes what exceeds 32 bits 64 wide: a product in the kernel would overflow
+        rows * inner,
+        rows_after * inner,
+        channels,
+        batch * channels,
+        first * inner,
+        last * inner,
+    )
+    constants = {
+        "CHANNELS_LAST": channels_last,
+        "SILU": silu,
+        "RUNS": runs_at_once,
+        "POSITIONS": positions,
+        "num_warps": 8,
+    }
+    return grid, numbers, constants
 
 
 @lru_cache(maxsize=SHAPES_KEPT)
@@ -115,7 +128,6 @@ def _no_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, d
     return torch.empty(rows, dtype=dtype, device=device)
 
 
-@lru_cache(maxsize=SHAPES_KEPT)
 def _blocks_of(
     shape: tuple[int, ...], more: int, dim: int, *, channels_last: bool
 ) -> tuple[tuple[int], int, int, int, int]:

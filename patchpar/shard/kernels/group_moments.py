@@ -1,7 +1,7 @@
 """Moments of a group norm over this rank's band, as the small tensor that is sent.
 
-Shape letters: B batch, C channels, G groups, S parts of a group. Packed moments [1 + 2 * B * G] are the number of
-values per group, the means, and the sums of squared deviations, in fp32 or fp64.
+Shape letters: B batch, C channels, G groups, S parts of a group, N = 1 + 2 * B * G. Packed moments [N] are the number
+of values per group, the means, and the sums of squared deviations, in fp32 or fp64.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op, is_fused
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.program import Prepared, Program
 from patchpar.shard.kernels.map_layout import dense, is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import merge_moments
 from patchpar.shard.precision import wide
@@ -60,7 +60,7 @@ def parts_of_group(shape: tuple[int, ...], groups: int) -> int:
 
 
 def group_moments_eager(x: Tensor, groups: int, parts: int = 1) -> Tensor:
-    """Return the packed moments [S, 1 + 2 * B * G] of the parts of each group of `x` [B, C, ...].
+    """Return the packed moments [S, N] of the parts of each group of `x` [B, C, ...]; of whole groups [N].
 
     E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not. For
     whole groups torch's group norm kernel has them in one pass.
@@ -73,7 +73,7 @@ def group_moments_eager(x: Tensor, groups: int, parts: int = 1) -> Tensor:
     _, mean_BG, rstd_BG = torch.native_group_norm(x.contiguous(), None, None, batch, channels, size, groups, TINY)
     count = size * channels // groups
     m2_BG = (rstd_BG.pow(-2) - TINY).clamp_min(0).mul(count)
-    return torch.cat([x.new_full((1,), float(count)), mean_BG.flatten(), m2_BG.flatten()]).unsqueeze(0)
+    return torch.cat([x.new_full((1,), float(count)), mean_BG.flatten(), m2_BG.flatten()])
 
 
 def _of_parts(x: Tensor, groups: int, parts: int) -> Tensor:
@@ -99,25 +99,27 @@ _MERGE_PARTS = Program("patchpar.shard.kernels.programs.group_moments", "merge_p
 
 
 def launch_group_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
-    """Launch the kernel: S programs for each group of each sample of `x` [B, C, ...]; return [S, 1 + 2 * B * G]."""
-    packed, layout = empty_moments(x, groups, parts), GroupLayout.of(x, groups)
-    columns = power_of_2(layout.width)
-    _GROUP_MOMENTS.launch(
-        (x.shape[0] * groups, parts),
-        (x, packed),
-        (groups, layout.rows, _rows_per_part(layout, parts), x.stride(0), layout.stride_group, layout.stride_row),
-        WIDTH=layout.width,
-        COLUMNS=columns,
-        ROWS=max(1, TILE // columns),
-        num_warps=8,
-    )
+    """Launch the kernel: S programs for each group of each sample of `x` [B, C, ...]; see the twin."""
+    packed = empty_moments(x, groups, parts)
+    _GROUP_MOMENTS.launch_by(_prepared, (x.shape, x.stride(0), is_channels_last(x), groups, parts), (x, packed))
     return packed
 
 
+def _prepared(shape: tuple[int, ...], stride: int, last: bool, groups: int, parts: int) -> Prepared:
+    """Return what a launch needs for a map of `shape`, channels_last if `last`, whose samples are `stride` apart."""
+    layout = _layout_of(shape, groups, channels_last=last)
+    columns = power_of_2(layout.width)
+    rows_per_part = _rows_per_part(layout, parts)
+    numbers = groups, layout.rows, rows_per_part, stride, layout.stride_group, layout.stride_row
+    constants = {"WIDTH": layout.width, "COLUMNS": columns, "ROWS": max(1, TILE // columns), "num_warps": 8}
+    return (shape[0] * groups, parts), numbers, constants
+
+
 def empty_moments(x: Tensor, groups: int, parts: int = 1) -> Tensor:
-    """Return an empty tensor for the packed moments [S, 1 + 2 * B * G] of `x` [B, C, ...]."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty((parts, 1 + 2 * x.shape[0] * groups), dtype=dtype)
+    """Return an empty tensor for the packed moments of `x` [B, C, ...]: [S, N], or [N] of whole groups."""
+    size = 1 + 2 * x.shape[0] * groups
+    shape = (size,) if parts == 1 else (parts, size)
+    return x.new_empty(shape, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 group_moments = fused_op(
@@ -168,7 +170,7 @@ def moments_of_band(x: Tensor, groups: int, *, fused: bool | None = None) -> Ten
     whether `x` `is_fused`, if that is known.
     """
     if not (is_fused(x) if fused is None else fused):
-        return group_moments_eager(x, groups).view(-1)
+        return group_moments_eager(x, groups)
     parts = parts_of_group(x.shape, groups)
     packed = group_moments.fused(dense(x), groups, parts)
-    return packed.view(-1) if parts == 1 else merge_parts.fused(packed)
+    return packed if parts == 1 else merge_parts.fused(packed)

@@ -6,13 +6,12 @@ norm is (x - mean) * scale + shift; `terms` [3, B * C] are these three for each 
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.kernels.fused_op import SHAPES_KEPT, fused_op
-from patchpar.comm.kernels.program import Program
+from patchpar.comm.kernels.fused_op import fused_op
+from patchpar.comm.kernels.program import Prepared, Program
 from patchpar.shard.kernels.map_layout import is_channels_last, power_of_2
 from patchpar.shard.kernels.moments import (
     Moments,
@@ -105,37 +104,53 @@ def launch_group_norm(
     starts: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel for `x` [B, C, ...], contiguous or channels_last; a program has pixels of some channels."""
-    y, terms = empty_group_norm(x, moments, groups, eps)
-    channels, last = x.shape[1], is_channels_last(x)
-    ranks = len(starts) or moments.shape[0]
-    grid, size, block_channels, block_pixels = _blocks_of(x.shape, channels_last=last)
-    _GROUP_NORM.launch(
-        grid,
-        (x, y, terms, moments, now, weight, bias),
-        (
-            tuple(starts) or (0,),
-            ranks,
-            groups,
-            channels,
-            channels // groups,
-            size,
-            channels * size,
-            1 if last else size,
-            channels if last else 1,
-            float(eps),
-            float(least),
-        ),
-        UNBIASED=published,
-        STARTS=len(starts),
-        RANKS=power_of_2(ranks),
-        CHANNELS=block_channels,
-        PIXELS=block_pixels,
-        num_warps=8,
-    )
+    y, terms = empty_group_norm(x, moments)
+    of_ranks = tuple(starts) or moments.shape[0]
+    facts = x.shape, is_channels_last(x), of_ranks, groups, float(eps), float(least), published
+    _GROUP_NORM.launch_by(_prepared, facts, (x, y, terms, moments, now, weight, bias))
     return y, terms
 
 
-@lru_cache(maxsize=SHAPES_KEPT)
+def _prepared(
+    shape: tuple[int, ...],
+    last: bool,
+    of_ranks: tuple[int, ...] | int,
+    groups: int,
+    eps: float,
+    least: float,
+    published: bool,
+) -> Prepared:
+    """Return what a launch needs for a map of `shape`, channels_last if `last`.
+
+    `of_ranks`: where the moments of each rank begin, or of how many ranks there are rows.
+    """
+    grid, size, block_channels, block_pixels = _blocks_of(shape, channels_last=last)
+    starts, ranks = (of_ranks, len(of_ranks)) if isinstance(of_ranks, tuple) else ((), of_ranks)
+    channels = shape[1]
+    numbers = (
+        starts or (0,),
+        ranks,
+        groups,
+        channels,
+        channels // groups,
+        size,
+        channels * size,
+        1 if last else size,
+        channels if last else 1,
+        eps,
+        least,
+    )
+    constants = {
+        "UNBIASED": published,
+        "STARTS": len(starts),
+        "RANKS": power_of_2(ranks),
+        "CHANNELS": block_channels,
+        "PIXELS": block_pixels,
+        "num_warps": 8,
+    }
+    return grid, numbers, constants
+
+
 def _blocks_of(shape: tuple[int, ...], *, channels_last: bool) -> tuple[tuple[int, int, int], int, int, int]:
     """Return the grid, pixels of a map, and channels and pixels of a program."""
     channels, size = shape[1], math.prod(shape[2:])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.exchange_part import collectives_of
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
@@ -47,17 +46,6 @@ class TokenSplit:
     kernel: BackendKernel | None = None
     cut: Cut = "runs"
     text: bool = True
-
-    @property
-    def reuses_buffers(self) -> bool:
-        """Whether layers may exchange in the same buffers: ranks have operations of all of them, and tensors values.
-
-        What is recorded without values, call by call, counts the memory of each layer alone.
-        """
-        if self.axis.size == 1:
-            return False
-        transport = self.comm.transport
-        return transport.device.type != "meta" and collectives_of(transport, self.axis.ranks) is not None
 
     def text_ranges(self, tokens: int) -> TokenRanges | None:
         """Return the ranges of a second run of so many tokens, such as text; None where every rank computes all."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.attention.attention_memory import AttentionMemory
+from patchpar.shard.attention.attention_memory import AttentionMemory, reuses_buffers
 from patchpar.shard.compiled_op import attention_traced
 from patchpar.shard.sdpa import TORCHS, AttentionCall, answered_by, as_torch_lays, with_attention
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
@@ -44,7 +44,7 @@ class TokenCall:
         self.block: BlockCall | None = None
         self._over = False
         keeps = split.kernel is not None or torch.is_grad_enabled()  # it may: what it has been given must stay
-        self._memory = AttentionMemory() if split.reuses_buffers and not keeps else None
+        self._memory = None if keeps or not reuses_buffers((split.comm, split.axis)) else AttentionMemory()
         self._cuts: dict[int, _CutArgument] = {}  # by the id of the whole tensor
         self.items = CutItems()
 

@@ -160,5 +160,9 @@ def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Ten
         common=call.key.shape[2] - own,  # added keys: of text, before those of the image
         common_asks=False,
         scale=call.scale,
+        memory=patch.memory,
     )
-    return patch.attend(patch.policy.keys, patch.comm, patch.axis, where, shared)
+    out = patch.attend(patch.policy.keys, patch.comm, patch.axis, where, shared)
+    if patch.memory is not None:
+        patch.memory.release()
+    return out

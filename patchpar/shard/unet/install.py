@@ -6,6 +6,7 @@ verify     compare the split forward with the plain one, at two sizes, on all ra
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.attention_memory import AttentionMemory, reuses_buffers
 from patchpar.shard.group_offload import group_here, is_offloaded
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
@@ -49,10 +51,16 @@ class UNetSharder:
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of the denoiser's `forward` for this rank's bands."""
-        if self._compiled.paths:  # a graph of torch.compile holds as long as torch's functions are the same
-            return forward(*args, **kwargs)
-        with AttentionDispatched():
-            return forward(*args, **kwargs)
+        patch = self.patch
+        # Not with gradients, which need what attention has been given.
+        reuses = not torch.is_grad_enabled() and reuses_buffers((patch.comm, patch.axis))
+        patch.memory = AttentionMemory() if reuses else None
+        try:
+            # A graph of torch.compile holds as long as torch's functions are the same.
+            with nullcontext() if self._compiled.paths else AttentionDispatched():
+                return forward(*args, **kwargs)
+        finally:
+            patch.memory = None
 
     def _hook_all(self, sites: ExchangeSites) -> None:
         patch = self.patch

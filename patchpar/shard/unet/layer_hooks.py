@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, Received, halo_of, moments_part, stacked_moments
+from patchpar.comm.exchange_part import ExchangePart, Halo, MomentRows, moments_part, stacked_moments
 from patchpar.comm.kernels.fused_op import SHAPES_KEPT, is_fused
 from patchpar.comm.layouts import EdgeLayout
-from patchpar.comm.transport import TensorSpec, Work
+from patchpar.comm.transport import Work
 from patchpar.plan.bands import Stencil
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.kernels.group_moments import moments_of_band
@@ -38,6 +38,7 @@ from patchpar.shard.unet.layers import (
     normalise,
     stencil_of,
 )
+from patchpar.shard.unet.stale_halo import StaleRound, edges_to_send, of_neighbours
 
 
 class NormHook(PatchHook):
@@ -155,6 +156,7 @@ class ConvHook(PatchHook):
         super().__init__(patch, where)
         self.reads_sample, self.trailing = reads_sample, trailing
         self._stencil: Stencil | None = None  # of the module, computed once
+        self._rounds: dict[tuple[object, ...], StaleRound] = {}
 
     def new_forward(self, module: Conv, x: Tensor) -> Tensor:
         """Replace Conv2d.forward and Conv3d.forward: `x` [B, C, ..., h, W] and the output are this rank's band.
@@ -202,36 +204,33 @@ class ConvHook(PatchHook):
     def _with_stale_halo(self, module: Conv, x: Tensor, own: Tensor, stencil: Stencil, entry: StaleEntry) -> Tensor:
         """Convolve with the neighbours' stale rows, and send this rank's for the next step."""
         patch, dim = self.patch, self.patch.dim
-        edges = patch.edges(own, stencil.before, stencil.after)
-        halo = halo_of(patch.axis, edges, entry.wait())
-        if patch.policy.published:
-            edges = _edges_to_all(patch, own, max(stencil.before, stencil.after))
+        key = own.shape, own.dtype, dim, patch.bands.starts, patch.policy.published
+        known = self._rounds.get(key)
+        if known is None:
+            if len(self._rounds) >= SHAPES_KEPT:
+                self._rounds.clear()
+            joins = _joins(module, own, dim, stencil, has_halo=True)
+            known = self._rounds[key] = StaleRound.of(patch, own, stencil, joins=joins)
+        halo = known.halo(entry.wait())
         sends = patch.cache is not None and not patch.frozen
-        if not _joins(module, own, dim, stencil, has_halo=True):
-            kept = edges.kept() if sends else None
+        if not known.joins:
+            kept = edges_to_send(patch, own, stencil).kept() if sends else None
             y = mend_borders(module, own, self.fn_ref.original_forward(x), dim, stencil, halo)
             if kept is not None:
                 self._send(kept, stencil, entry)
             return y
-        first, last = self._rows_sent(stencil) if sends else (0, 0)
+        first, last = (known.first, known.last) if sends else (0, 0)
         joined, *copies = join_halo(own, dim, stencil, halo, first, last)
         if sends:
-            self._send(edges.with_copies([rows for rows in copies if rows.shape[dim]]), stencil, entry)
+            self._send(known.part_of([rows for rows in copies if rows.shape[dim]]), stencil, entry)
         return convolve(module, joined, dim)
-
-    def _rows_sent(self, stencil: Stencil) -> tuple[int, int]:
-        """Return how many of this rank's first and last rows others read."""
-        patch = self.patch
-        if patch.policy.published:
-            return (max(stencil.before, stencil.after),) * 2
-        return patch.rows_sent(stencil.before, stencil.after)
 
     def _send(self, edges: ExchangePart, stencil: Stencil, entry: StaleEntry) -> None:
         """Send this rank's edge rows for the next step; the stale ones have been read."""
         patch = self.patch
         assert patch.cache is not None
         wait = patch.cache.send(edges, self.where, entry)
-        entry.pending = (lambda: _of_neighbours(patch, wait(), stencil)) if patch.policy.published else wait
+        entry.pending = (lambda: of_neighbours(patch, wait(), stencil)) if patch.policy.published else wait
 
 
 def _joins(conv: Conv, own: Tensor, dim: int, stencil: Stencil, *, has_halo: bool) -> bool:
@@ -245,27 +244,6 @@ def _ready(halo: Halo | RawHalo | Callable[[], Halo]) -> Halo:
     if isinstance(halo, RawHalo):
         return halo.ready()
     return halo() if callable(halo) else halo
-
-
-def _edges_to_all(patch: LocalPatch, x: Tensor, rows: int) -> ExchangePart:
-    """Return the exchange of both edges with all ranks, as DistriFusion has it (arXiv:2402.19481)."""
-    axis, dim = patch.axis, patch.dim
-    ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
-    both = (x.narrow(dim, 0, rows), x.narrow(dim, x.shape[dim] - rows, rows))
-    specs = tuple(TensorSpec.of(edge) for edge in both)
-    return ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs), axis=axis, to_all=True)
-
-
-def _of_neighbours(patch: LocalPatch, found: Received, stencil: Stencil) -> Received:
-    """Return of both edges of all ranks those that this one reads."""
-    axis, dim, nearest = patch.axis, patch.dim, {}
-    if axis.rank > 0:
-        rows = found[axis.ranks[axis.rank - 1]][1]
-        nearest[axis.ranks[axis.rank - 1]] = [rows.narrow(dim, rows.shape[dim] - stencil.before, stencil.before)]
-    if axis.rank + 1 < axis.size:
-        rows = found[axis.ranks[axis.rank + 1]][0]
-        nearest[axis.ranks[axis.rank + 1]] = [rows.narrow(dim, 0, stencil.after)]
-    return nearest
 
 
 def _by_rank(patch: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:
