@@ -117,7 +117,7 @@ def bytes_received(found: RecordedRank) -> int:
             for plans in (WITH_A_CONTROLNET, STALE_BESIDE_IT)
         ]
         + [FEATURES_EVERY_DAY]
-        + [(name, ["patch=2"]) for name in tiny.BUILDERS]
+        + [(name, ["patch=2"]) for name in tiny.BUILDERS | tiny.RARER]
         + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL)],
         FEATURES_EVERY_DAY,
     ),

@@ -20,7 +20,7 @@ MOST = 4096
 COPY = "_to_copy"
 FACTORIES = frozenset((COPY, "arange", "eye", "full", "ones", "scalar_tensor", "zeros"))
 """Operators of which all is known that makes their results, by name."""
-OF_NUMBERS = frozenset((torch.tensor, torch.as_tensor, torch.Tensor.new_tensor))
+OF_NUMBERS: frozenset[Callable[..., Any]] = frozenset((torch.tensor, torch.as_tensor, torch.Tensor.new_tensor))
 """Functions that make tensors of Python numbers."""
 CPU = torch.device("cpu")
 
@@ -29,11 +29,7 @@ class KnownValues:
     """Values by storage, so that views of one tensor have the same, and what is written to one is in all."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, Tensor] = {}
-
-    def __bool__(self) -> bool:
-        """Whether any are known."""
-        return bool(self._by_storage)
+        self.by_storage: dict[int, Tensor] = {}
 
     def of(self, x: Tensor) -> Tensor | None:
         """Return the values of a tensor of any shape, which are written to with it; None if they are not known."""
@@ -41,18 +37,15 @@ class KnownValues:
             return None
         if not x.is_meta:
             return x
-        known = self._by_storage.get(id(x.untyped_storage()))
+        known = self.by_storage.get(id(x.untyped_storage()))
         if known is None or known.dtype != x.dtype:
             return None
         return known.as_strided(x.shape, x.stride(), x.storage_offset())
 
-    def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operator on no tensor of the meta device, and keep the values of one that is."""
-        found = func(*args, **kwargs)
-        if isinstance(found, Tensor) and found.is_meta and _is_small(found):
-            if func.overloadpacket.__name__ in FACTORIES:
-                self._keep(found, func(*args, **_on_cpu(kwargs)))
-        return found
+    def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Tensor) -> None:
+        """Keep the values of a result [...] on the meta device, of an operator on no tensor there."""
+        if found.dtype in DTYPES and _is_small(found) and func.overloadpacket.__name__ in FACTORIES:
+            self._keep(found, func(*args, **_on_cpu(kwargs)))
 
     def answered(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], found: Any) -> Any:
         """Return the result of an operator, which without values is `found`, of those that its arguments have."""
@@ -72,7 +65,7 @@ class KnownValues:
         if self._knows_all(args, kwargs):
             return False
         for x in tensors_of((*args[:1], *kwargs.values())):
-            self._by_storage.pop(id(x.untyped_storage()), None)
+            self.by_storage.pop(id(x.untyped_storage()), None)
         return True
 
     def _knows_all(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -95,12 +88,12 @@ class KnownValues:
     def _keep(self, x: Tensor, values: Tensor) -> None:
         """Keep the values of `x`, a tensor of any shape with a storage of its own."""
         storage = x.untyped_storage()
-        if x.dtype not in DTYPES or id(storage) in self._by_storage:
+        if x.dtype not in DTYPES or id(storage) in self.by_storage:
             return  # written to where it is
         whole = torch.zeros(storage.nbytes() // x.element_size(), dtype=x.dtype)
         whole.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(values)
-        self._by_storage[id(storage)] = whole
-        weakref.finalize(storage, self._by_storage.pop, id(storage), None)
+        self.by_storage[id(storage)] = whole
+        weakref.finalize(storage, self.by_storage.pop, id(storage), None)
 
 
 def of_numbers(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
-from patchpar.models.dry_run.known_values import OF_NUMBERS, KnownValues, of_numbers
+from patchpar.models.dry_run.known_values import DTYPES, OF_NUMBERS, KnownValues, of_numbers
 from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_autocast import META_AUTOCAST
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
 from patchpar.models.dry_run.rms_norm import FUNCTIONS, one_kernel
 from patchpar.plan.replay.price import RMS_NORM
@@ -66,6 +67,15 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self.values = KnownValues()
         self._last: CountedKernel | None = None  # counted since the last result
 
+    def __enter__(self) -> "MetaMode":
+        META_AUTOCAST.add_user()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        META_AUTOCAST.remove_user()
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Asked by torch: no, nothing is compiled inside, and the skipping takes as long as an operator."""
@@ -77,8 +87,11 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         kwargs = kwargs or {}
         tensors = tensors_of((*args, *kwargs.values()))
         if not any(x.is_meta for x in tensors):
-            return self._seen(self.values.made(func, args, kwargs), tensors)
-        if not self.values:
+            found = func(*args, **kwargs)
+            if type(found) is Tensor and found.is_meta:
+                self.values.made(func, args, kwargs, found)
+            return self._seen(found, tensors)
+        if not self.values.by_storage or tensors[0].dtype not in DTYPES:  # nearly always
             return self._run(func, args, kwargs, tensors)
         return self._seen(self.values.answered(func, args, kwargs, self._run(func, args, kwargs, tensors)), tensors)
 
@@ -114,11 +127,14 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if form is not None and kernel is not None:
             self.known[key] = form, kernel
 
-    def functions(self, *, joined: bool) -> SdpaMode:
-        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs."""
+    def functions(self, *, joined: bool = False, attend: Callable[[AttentionCall], Tensor] | None = None) -> SdpaMode:
+        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs.
+
+        `attend` replaces its own.
+        """
         if joined:
-            return SdpaMode(self.attend, self.on_gpus, FUNCTIONS | OF_NUMBERS)
-        return SdpaMode(self.attend, of_numbers, OF_NUMBERS)
+            return SdpaMode(attend or self.attend, self.on_gpus, FUNCTIONS | OF_NUMBERS)
+        return SdpaMode(attend or self.attend, of_numbers, OF_NUMBERS)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
