@@ -44,7 +44,7 @@ STEPS = 3
 """Of the real calls: one more than those of a dry run."""
 
 
-@pytest.mark.parametrize("name", first_of([name for name in BUILDERS if name != "hidream"], "sd", "flux", "wan"))
+@pytest.mark.parametrize("name", first_of(BUILDERS, "sd", "flux", "wan"))
 def test_the_peak_is_that_of_a_real_call(name: str) -> None:
     real, call = build(name).pipe, call_of(name)
     real.set_progress_bar_config(disable=True)

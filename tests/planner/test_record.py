@@ -32,8 +32,6 @@ from tests import tiny
 from tests.breadth import first_of
 from tests.planner.on_ranks import STEPS, call_of
 
-NOT_RECORDED = "hidream"
-"""It reads the size of an image, and which expert gets which tokens, from values on the device."""
 LONGEST_TEXTS = ("qwen", "qwen_edit", "cogview4")
 """Their pipelines cut texts to their length, which values tell: recorded are those of full length."""
 UNKNOWN = "allegro"
@@ -119,8 +117,8 @@ def bytes_received(found: RecordedRank) -> int:
             for plans in (WITH_A_CONTROLNET, STALE_BESIDE_IT)
         ]
         + [FEATURES_EVERY_DAY]
-        + [(name, ["patch=2"]) for name in tiny.BUILDERS if name != NOT_RECORDED]
-        + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL) if name != NOT_RECORDED],
+        + [(name, ["patch=2"]) for name in tiny.BUILDERS | tiny.RARER]
+        + [(name, GUIDED) for name in (*tiny.BATCHED, *tiny.SEQUENTIAL)],
         FEATURES_EVERY_DAY,
     ),
 )

@@ -17,7 +17,7 @@ from patchpar.plan.replay.machine_names import device_named
 from patchpar.plan.replay.occupancy import Processors, product_seconds
 from patchpar.plan.replay.price import AS_GRAPH, ASSUMED, COMPILED, RMS_NORM, Prices, fused, kernel_seconds
 from patchpar.plan.replay.replay import replay
-from patchpar.plan.replay.tape import Boundary, Kernel, Operator, Send, Tape, Wait
+from patchpar.plan.replay.tape import COPIED, Boundary, Kernel, Leave, Operator, Receive, Send, Tape, Wait
 
 GPU = Path(__file__).parents[2] / "docs/figures/gpu.json"
 
@@ -246,6 +246,27 @@ def test_a_priced_tape_joins_kernels_between_messages() -> None:
     assert sum(each.seconds for each in kernels) == pytest.approx(4 * 2e-6, rel=1e-4)
     assert sum(each.host for each in kernels) == pytest.approx(4 * ASSUMED.launch + ASSUMED.message)
     assert not sum(each.host for each in Prices(device_named("A100"), AS_GRAPH).of(tape) if isinstance(each, Kernel))
+
+
+def test_each_operation_of_an_exchange_point_takes_the_process_its_time() -> None:
+    """A ring has one for each rank but one, of a message that leaves and one that comes. Copies are launches."""
+    turns = [(Send(at, (1,), "kv", 4, "a", operation=at + 1), Receive(at, 1, "a")) for at in range(3)]
+    waits = [(Wait(at, 1, 4, "a"), Leave(at + 1, "a")) for at in range(3)]
+    ring: Tape = tuple(entry for at in range(3) for entry in (*turns[at], *waits[at]))
+    ahead: Tape = (
+        Receive(0, 1, "b"),
+        Send(0, (1,), "kv", 4, "b", operation=1),
+        Send(1, (2,), "kv", 4, "b", operation=1),
+    )
+    copy: Tape = (Boundary("block"), Send(0, (0,), COPIED, 4, "block", bulk=True), Wait(0, 0, 4, "block"))
+    for tape, expected in (
+        (ring, 3 * ASSUMED.message),
+        (ahead, ASSUMED.message),
+        (ahead + ring, 4 * ASSUMED.message),
+        (copy, ASSUMED.launch),
+    ):
+        found = Prices(device_named("A100")).of(tape)
+        assert sum(each.host for each in found if isinstance(each, Kernel)) == pytest.approx(expected)
 
 
 def test_what_a_compiler_fuses_is_as_long_as_its_longest_part() -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
@@ -26,7 +27,7 @@ from patchpar.models.dry_run.meta_mode import META, MetaMode
 from patchpar.models.info import denoisers_of, networks_of
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.module_tree import modules_of
-from patchpar.shard.sdpa import AttentionCall, AttentionReplaced
+from patchpar.shard.sdpa import AttentionCall
 
 ENCODE, DENOISE, DECODE = "encode", "denoise", "decode"
 STEPS = 2  # enough for what the scheduler keeps of a step for the next one
@@ -72,13 +73,8 @@ def dry_run(pipe: Any, **kwargs: Any) -> DryRun:
         hooks.after(denoiser, lambda *_: counted.end(mode))
     few_steps = with_few_steps(pipe, kwargs)
     attend = partial(counted.attend, mode.attend)
-    try:
-        with on_the_cpu(pipe), torch.no_grad(), AttentionReplaced(attend), mode:
-            pipe(**few_steps)
-    except (NotImplementedError, RuntimeError) as error:
-        raise needs_values(pipe, error) from error
-    finally:
-        hooks.close()
+    with needing_values(pipe), hooks, on_the_cpu(pipe), torch.no_grad(), mode.functions(attend=attend), mode:
+        pipe(**few_steps)
     return DryRun(
         weight_bytes={name: weight_bytes(network) for name, network in networks.items()},
         peaks=dict(memory.peaks),
@@ -118,8 +114,20 @@ def with_few_steps(pipe: Any, kwargs: Mapping[str, Any], steps: int = STEPS) -> 
     return {**kwargs, "num_inference_steps": min(steps, kwargs.get("num_inference_steps") or steps)}
 
 
-def needs_values(pipe: Any, error: Exception) -> UnsupportedModel:
-    """Return the error of a call without values that failed."""
+@contextmanager
+def needing_values(pipe: Any) -> Iterator[None]:
+    """Context in which code of a pipeline runs without values. Raises UnsupportedModel where it fails by that."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        raise _needs_values(pipe, error) from error
+    except ValueError as error:
+        if f"{META} device" not in str(error):
+            raise
+        raise _needs_values(pipe, error) from error
+
+
+def _needs_values(pipe: Any, error: Exception) -> UnsupportedModel:
     return UnsupportedModel(
         f"{type(pipe).__name__} needs values that only a real call has, so that its memory and work cannot be found "
         f"without one: {error}"
@@ -157,12 +165,18 @@ class _DenoiserCalls:
 
 @contextmanager
 def on_the_cpu(pipe: Any) -> Iterator[None]:
-    """Context in which the pipeline takes the CPU for its device: the values of its own tensors are real."""
-    kind, cpu = type(pipe), property(lambda _: torch.device("cpu"))
-    pipe.__class__ = type(
-        kind.__name__, (kind,), {"device": cpu, "_execution_device": cpu, "__module__": kind.__module__}
-    )
+    """Context in which the pipeline takes the CPU for its device: the values of its own tensors are real.
+
+    So do pipelines that it has and calls.
+    """
+    parts = [pipe, *(each for each in vars(pipe).values() if isinstance(each, DiffusionPipeline))]
+    kinds, cpu = [type(each) for each in parts], property(lambda _: torch.device("cpu"))
+    for each, kind in zip(parts, kinds, strict=True):
+        each.__class__ = type(
+            kind.__name__, (kind,), {"device": cpu, "_execution_device": cpu, "__module__": kind.__module__}
+        )
     try:
         yield
     finally:
-        pipe.__class__ = kind
+        for each, kind in zip(parts, kinds, strict=True):
+            each.__class__ = kind

@@ -16,7 +16,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from patchpar.models.dry_run.kernel_buffers import buffer_bytes
 from patchpar.models.dry_run.kernel_layouts import CONVOLUTION, as_kernels_lay, attended, has_channels_last
+from patchpar.models.dry_run.known_values import DTYPES, OF_NUMBERS, KnownValues, of_numbers
 from patchpar.models.dry_run.live_bytes import LiveBytes
+from patchpar.models.dry_run.meta_autocast import META_AUTOCAST
 from patchpar.models.dry_run.result_form import ResultForm, key_of, tensors_of
 from patchpar.models.dry_run.rms_norm import FUNCTIONS, one_kernel
 from patchpar.plan.replay.price import RMS_NORM
@@ -25,6 +27,7 @@ from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 FLOPS_OF_ATTENTION: Any = sdpa_flop_count  # not typed by torch
 META = torch.device("meta")
+INDEX = torch.ops.aten.index.Tensor
 ATTENTION = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
 """Attention with its log-sum-exp, see `lse_kernels`; one kernel, of whose FLOPs torch has no formula."""
 SCALED = "_scaled_mm"
@@ -61,7 +64,17 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.flops, self._note = memory, 0, note
         self.known = {} if known is None else known
+        self.values = KnownValues()
         self._last: CountedKernel | None = None  # counted since the last result
+
+    def __enter__(self) -> "MetaMode":
+        META_AUTOCAST.add_user()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        META_AUTOCAST.remove_user()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -74,7 +87,18 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         kwargs = kwargs or {}
         tensors = tensors_of((*args, *kwargs.values()))
         if not any(x.is_meta for x in tensors):
-            return self._seen(func(*args, **kwargs), tensors)
+            found = func(*args, **kwargs)
+            if type(found) is Tensor and found.is_meta:
+                self.values.made(func, args, kwargs, found)
+            return self._seen(found, tensors)
+        if not self.values.by_storage or tensors[0].dtype not in DTYPES:  # nearly always
+            return self._run(func, args, kwargs, tensors)
+        return self._seen(self.values.answered(func, args, kwargs, self._run(func, args, kwargs, tensors)), tensors)
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """Return the result of an operator on tensors of which some are on the meta device, as without any values."""
+        if func is INDEX:
+            args = (args[0], [each for index in args[1] for each in self._without_mask(index)])
         if func.is_view and all(x.is_meta for x in tensors):
             return func(*args, **kwargs)
         key = None if func.is_view or func._schema.is_mutable else key_of((func, args, kwargs))
@@ -103,9 +127,14 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if form is not None and kernel is not None:
             self.known[key] = form, kernel
 
-    def functions(self, *, joined: bool) -> SdpaMode:
-        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs."""
-        return SdpaMode(self.attend, self.on_gpus if joined else None, FUNCTIONS)
+    def functions(self, *, joined: bool = False, attend: Callable[[AttentionCall], Tensor] | None = None) -> SdpaMode:
+        """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs.
+
+        `attend` replaces its own.
+        """
+        if joined:
+            return SdpaMode(attend or self.attend, self.on_gpus, FUNCTIONS | OF_NUMBERS)
+        return SdpaMode(attend or self.attend, of_numbers, OF_NUMBERS)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return an output [B, N, q, E] without values: one kernel, which holds no matrix of weights."""
@@ -118,6 +147,8 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
 
     def on_gpus(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what a torch function does; what CUDA computes in one kernel, and the meta device not, is one."""
+        if func in OF_NUMBERS:
+            return of_numbers(func, args, kwargs)
         norm = one_kernel(func, args, kwargs)
         if norm is None or not _is_empty(norm.input):
             return func(*args, **kwargs)
@@ -136,8 +167,6 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
         if func._schema.is_mutable and isinstance(args[0], Tensor) and not _is_empty(args[0]):
             return args[0]  # a tensor with values that is written to: they are left as they are
-        if name == "index":
-            args = (args[0], [each for index in args[1] for each in _without_mask(index)])
         if not all(x.is_meta for x in tensors_of((*args, *kwargs.values()))):
             args, kwargs = tree_map(_emptied, (args, kwargs))
         found = func(*args, **({**kwargs, "device": META} if target is not None else kwargs))
@@ -146,6 +175,18 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             tensors = tensors_of((*args, *kwargs.values(), found))
             self._count("attention" if name in ATTENTION else name, _flops_of(func, args, kwargs, found), tensors)
         return found
+
+    def _without_mask(self, index: Tensor | None) -> list[Tensor | None]:
+        """Return what selects the same as an index of any shape, without a mask whose values are not there.
+
+        A mask that has values is replaced by its indices, any other by as many as it can have.
+        """
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        mask = index if not _is_empty(index) else self.values.of(index)
+        if mask is not None:
+            return list(mask.nonzero(as_tuple=True))
+        return [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
 
     def _count(self, name: str, flops: int, tensors: Sequence[Tensor]) -> None:
         """Count a kernel that reads and writes `tensors`, of any shape; the last is its result."""
@@ -203,18 +244,6 @@ def _nonzero(x: Tensor) -> Tensor:
 def _in_one(x: Tensor) -> Tensor:
     """Return the counts [1] of integers [n] as if all were 0: which expert gets which tokens is told by values."""
     return torch.tensor([x.numel()])
-
-
-def _without_mask(index: Tensor | None) -> list[Tensor | None]:
-    """Return what selects the same as an index of any shape, without a mask whose values are not there.
-
-    A mask that has values is replaced by its indices, any other by as many as it can have.
-    """
-    if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return [index]
-    if not _is_empty(index):
-        return list(index.nonzero(as_tuple=True))
-    return [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
 
 
 MADE_UP: dict[str, Callable[[Tensor], Any]] = {

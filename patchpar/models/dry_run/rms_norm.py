@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._prims_common import suggest_memory_format
 from torch.nn import functional as F
 
-FUNCTIONS = frozenset({F.rms_norm, torch.rms_norm})
+FUNCTIONS: frozenset[Callable[..., Any]] = frozenset({F.rms_norm, torch.rms_norm})
 HAS_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 """torch 2.9 and newer: this operator came with the kernel, the one for the forward has stood for others before."""
 

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.models.dry_run.dry_run import needs_values, on_the_cpu, with_few_steps
+from patchpar.models.dry_run.dry_run import needing_values, on_the_cpu, with_few_steps
 from patchpar.models.dry_run.live_bytes import LiveBytes
 from patchpar.models.dry_run.meta_mode import MetaMode
 from patchpar.shard.hooks import HookSet
-from patchpar.shard.sdpa import SdpaMode
 from patchpar.shard.transformer.probe.capture import CallArguments
 
 SIDE = 16
@@ -31,11 +30,8 @@ def first_call(pipe: Any, denoiser: nn.Module, kwargs: Mapping[str, Any], otherw
     needs values.
     """
     mode = MetaMode(LiveBytes(""))
-    try:
-        with on_the_cpu(pipe), torch.no_grad(), SdpaMode(mode.attend), mode:
-            return arguments_of_first_call(denoiser, partial(pipe, **with_few_steps(pipe, kwargs, 1)), otherwise)
-    except (NotImplementedError, RuntimeError) as error:
-        raise needs_values(pipe, error) from error
+    with needing_values(pipe), on_the_cpu(pipe), torch.no_grad(), mode.functions(), mode:
+        return arguments_of_first_call(denoiser, partial(pipe, **with_few_steps(pipe, kwargs, 1)), otherwise)
 
 
 def arguments_of_first_call(denoiser: nn.Module, run: Callable[[], Any], otherwise: str = SPLIT) -> CallArguments:

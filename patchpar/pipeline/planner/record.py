@@ -23,7 +23,7 @@ from patchpar.comm.kernels.fused_op import fused_without_values
 from patchpar.errors import PlanError
 from patchpar.models.dry_run.dry_run import (
     emptied,
-    needs_values,
+    needing_values,
     on_the_cpu,
     weight_bytes,
     weight_tensors,
@@ -109,25 +109,22 @@ class Recording:
         mode = MetaMode(memory, tape.operator, self.options.known)
         context = RecordingContext(rank, max(2, self.plan.world_size), tape)
         transport = RecordingTransport(rank, tape, joined=self.options.joined)
-        try:
-            with ExitStack() as stack:
-                if self.options.joined:
-                    stack.enter_context(fused_without_values())
-                functions = mode.functions(joined=self.options.joined)
-                for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
-                    stack.enter_context(each)
-                hooks = stack.enter_context(HookSet())
-                self._repeat(hooks, log, tape, memory)
-                attend = partial(log.attend, memory)
-                runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
-                self._note_phases(hooks, memory, tape)
-                decodings = note_decodings(hooks, self.networks if self.plan.world_size == 1 else {})
-                found = self._recorded(runner, memory, tape, log)
-                if self.plan.world_size == 1:
-                    self.options.learnt.decodings = decodings
-                return found
-        except (NotImplementedError, RuntimeError) as error:
-            raise needs_values(self.pipe, error) from error
+        with needing_values(self.pipe), ExitStack() as stack:
+            if self.options.joined:
+                stack.enter_context(fused_without_values())
+            functions = mode.functions(joined=self.options.joined)
+            for each in (on_the_cpu(self.pipe), torch.no_grad(), functions, mode):
+                stack.enter_context(each)
+            hooks = stack.enter_context(HookSet())
+            self._repeat(hooks, log, tape, memory)
+            attend = partial(log.attend, memory)
+            runner = RecordingRunner(context, transport, self.options, self._encoded, attend)
+            self._note_phases(hooks, memory, tape)
+            decodings = note_decodings(hooks, self.networks if self.plan.world_size == 1 else {})
+            found = self._recorded(runner, memory, tape, log)
+            if self.plan.world_size == 1:
+                self.options.learnt.decodings = decodings
+            return found
 
     def _derived(self, rank: int) -> RecordedRank | None:
         """Return the rank as it follows from one that was recorded before; None without one. Raises PlanError."""

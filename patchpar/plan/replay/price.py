@@ -24,7 +24,8 @@ from patchpar.errors import PlanError
 from patchpar.plan.replay.device_catalogue import DeviceSpec
 from patchpar.plan.replay.measured_device import MeasuredDevice
 from patchpar.plan.replay.occupancy import Processors, product_seconds, seconds_of_rows
-from patchpar.plan.replay.tape import AGAIN, QUESTIONS, Boundary, Kernel, Operator, Receive, Send, Tape, TapeEntry
+from patchpar.plan.replay.process_work import Exchanges, OuterBlocks, is_copy
+from patchpar.plan.replay.tape import QUESTIONS, Boundary, Kernel, Operator, Tape, TapeEntry
 
 LAUNCHES: Mapping[str, int] = {"native_group_norm": 3, "convolution": 2, "_linalg_solve_ex": 8, "nonzero": 4}
 """Kernels of operators that launch several: moments, their combination and the affine; a product and its bias."""
@@ -46,8 +47,8 @@ Device = DeviceSpec | MeasuredDevice
 class CostAssumptions:
     """What no data sheet says. Seconds, and shares of published rates.
 
-    `launch`: the process launches a kernel from eager code, 0 in a CUDA graph. `message`: it starts an exchange. `gap`:
-    of the device between two kernels.
+    `launch`: the process launches a kernel from eager code, 0 in a CUDA graph. `message`: it makes an exchange, with
+    all Python around it, in the layer too. `gap`: of the device between two kernels.
     `convolution_fraction`: of what products of matrices reach. `attention_part`: of what attention reaches on the
     device, with an older kernel. `channels_last`: maps have the layout of convolutions. `fused`: kernels between two
     products are one. `scale`: of the seconds of kernels, by a call that was measured. `region`: the process begins
@@ -55,7 +56,7 @@ class CostAssumptions:
     """
 
     launch: float = 30e-6
-    message: float = 15e-6
+    message: float = 125e-6
     gap: float = 2e-6
     memory_fraction: float = 0.8
     convolution_fraction: float = 0.7
@@ -200,38 +201,37 @@ class Prices:
         return tuple(self._entries(tape))
 
     def _entries(self, tape: Iterable[TapeEntry]) -> Iterator[TapeEntry]:
-        block, where, run = "", "", list[Operator]()
-        blocks = _OuterBlocks()
+        block, run = "", list[Operator]()
+        blocks, exchanges = OuterBlocks(), Exchanges()
         for entry in tape:
             if isinstance(entry, Operator):
                 run.append(entry)
                 if entry.name in QUESTIONS:
-                    yield self._kernel(block, run, begins=False)._replace(waits=True)
+                    yield self._kernel(block, run)._replace(waits=True)
                     yield from self._region_begins(block)
                     run = []
                 continue
-            begins = isinstance(entry, (Send, Receive)) and entry.where != where  # the first message of an exchange
-            if run or begins:
-                yield self._kernel(block, run, begins=begins)
+            begun = self._message if exchanges.begins(entry) else self._launch if is_copy(entry) else 0.0
+            if run or begun:
+                yield self._kernel(block, run, begun)
                 run = []
             if isinstance(entry, Boundary):
                 block = entry.name
-            where = "" if isinstance(entry, (Kernel, Boundary)) else entry.where
             yield entry
             if isinstance(entry, Boundary) and blocks.begins(entry):
                 yield from self._region_begins(block)
         if run:
-            yield self._kernel(block, run, begins=False)
+            yield self._kernel(block, run)
 
     def _region_begins(self, block: str) -> Iterator[Kernel]:
         if self._region:
             yield Kernel(block, 0.0, self._region)
 
-    def _kernel(self, block: str, run: Sequence[Operator], *, begins: bool) -> Kernel:
-        """Return the kernel that stands for a run of operators, and for the start of an exchange after it."""
+    def _kernel(self, block: str, run: Sequence[Operator], begun: float = 0.0) -> Kernel:
+        """Return the kernel that stands for a run of operators, and for what the process has begun after it."""
         kernels = [self._of_run(run)] if run else []
-        if begins:
-            kernels.append(Kernel(block, 0.0, self._message))
+        if begun:
+            kernels.append(Kernel(block, 0.0, begun))
         found = reduce(Kernel.then, kernels)
         return Kernel(block, found.seconds, found.host, found.lag)
 
@@ -247,23 +247,6 @@ class Prices:
             host = LAUNCHES.get(operator.name, 1) * self._launch
             self._kernels[operator] = Kernel(operator.name, kernel_seconds(operator, self._device, self._assumed), host)
         return self._kernels[operator]
-
-
-class _OuterBlocks:
-    """Tells blocks that are in no other one from those inside them."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def begins(self, boundary: Boundary) -> bool:
-        """Whether such a block begins here."""
-        if boundary.is_step or boundary.name == AGAIN:
-            self._last = ""
-            return False
-        if self._last and boundary.name.startswith(f"{self._last}."):
-            return False
-        self._last = boundary.name
-        return True
 
 
 def fused(run: Sequence[Operator]) -> Iterator[Operator]:

@@ -20,7 +20,6 @@ from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.planner.empty_call import first_call
 from patchpar.pipeline.planner.tape_recorder import ENCODE
 from patchpar.plan.replay.tape import Operator
-from patchpar.shard.sdpa import SdpaMode
 
 SPREAD = 0.02
 """Of random weights: values stay finite."""
@@ -71,7 +70,7 @@ def _with_random_weights(empty: nn.Module, device: torch.device) -> nn.Module:
 def _operators(denoiser: nn.Module, args: Any, kwargs: Any) -> tuple[Operator, ...]:
     found: list[Operator] = []
     mode = MetaMode(LiveBytes(ENCODE), found.append)
-    with torch.no_grad(), SdpaMode(mode.attend), mode:
+    with torch.no_grad(), mode.functions(), mode:
         denoiser(*args, **kwargs)
     return tuple(found)
 
