@@ -19,7 +19,8 @@ from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.verification import (
     ROUNDINGS,

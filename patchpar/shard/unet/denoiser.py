@@ -20,8 +20,8 @@ from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import refuse_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import band_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches

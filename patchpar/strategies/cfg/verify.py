@@ -18,8 +18,9 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
 from patchpar.shard.fingerprint import Fingerprint
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.unsupported_model import is_out_of_memory
 from patchpar.shard.verification import (

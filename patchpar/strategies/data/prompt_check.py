@@ -18,8 +18,9 @@ from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch, count_branches, sample_of
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import Cut
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.step_caches import cache_of, caches_set_aside
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.watched_network import WatchedNetwork

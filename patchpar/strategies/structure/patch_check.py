@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import floats_in, with_own_lists
 from patchpar.plan.mesh import Axis
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import WatchedNetwork
