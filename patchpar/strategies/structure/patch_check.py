@@ -9,8 +9,8 @@ is. Two things would depend on the number of ranks, or mix patches:
 Teams, which compute a patch in bands, watch foreign code by themselves.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.foreign.guarded_call import GuardedCall
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.latent import name_of_latent
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import WatchedNetwork
@@ -47,6 +50,13 @@ class PatchCall:
         assert self.branch is not None
         args, kwargs = with_own_lists(self.whole)
         return [x.chunk(self.branches)[self.branch] for x in floats_in(self.plain(*args, **kwargs))]
+
+    def smaller(self, network: nn.Module) -> "Iterator[PatchCall]":
+        """Yield such calls for smaller patches of that network, the largest first."""
+        arguments = [CallArguments.of(network, *each) for each in (self.whole, self.own)]
+        for pair in zip(*(smaller_calls(each, name_of_latent(network, each)) for each in arguments), strict=False):
+            whole, own = ((each.args, each.kwargs) for each in pair)
+            yield replace(self, whole=whole, own=own)
 
     def of_own(self) -> Any:
         """Return the plain call for our branch."""
@@ -92,6 +102,7 @@ class PatchCheck:
             split=split,
             plain=call.of_all,
             cuts=partial(branch_cuts, axis),
+            smaller=partial(self._smaller, call),
             exactly=call.of_own,  # `split` may see other windows, or compute in bands
             divides=lambda: call.branch is not None,
             computes="another patch of the image",
@@ -99,6 +110,10 @@ class PatchCheck:
             mixed="guidance branches",
             way_out=WAY_OUT,
         )
+
+    def _smaller(self, call: PatchCall) -> Iterator[GuardedCall]:
+        """Yield the calls for smaller patches."""
+        return (self._guarded(each.of_own, each) for each in call.smaller(self._denoiser))
 
     def _is_inner_comparing(self) -> bool:
         return self._inner is not None and self._inner.is_comparing
