@@ -22,6 +22,15 @@ def guider_branches(pipe: Any) -> int | None:
     return int(guider.new().num_conditions)
 
 
+def step_branches(pipe: Any, guided: bool | None) -> int:
+    """Return the number of guidance branches of a running call, 1 without guidance or where it is not known.
+
+    `guided`: whether there is guidance, if that is known.
+    """
+    by_guider = guider_branches(pipe)
+    return (2 if guided else 1) if by_guider is None else by_guider
+
+
 def guides_above(pipe: Any) -> float:
     """Return the guidance scale above which a pipeline applies guidance: 1, 0 as Z-Image, or infinity for never.
 

@@ -24,10 +24,10 @@ from patchpar.shard.foreign.functions import ForeignFunctions, FunctionCall
 from patchpar.shard.foreign.guarded_call import GuardedCall, Run
 from patchpar.shard.foreign.holders import is_foreign
 from patchpar.shard.foreign.kept_state import SavedState
-from patchpar.shard.foreign.kept_tensors import KeptTensors
 from patchpar.shard.foreign.proof import is_local
 from patchpar.shard.foreign.refusals import OTHER_WORK, TOO_LARGE, is_trusted, listed, untrusted, without_plain_call
 from patchpar.shard.foreign.same_work import are_alike, are_same, enlarged, without_attention
+from patchpar.shard.foreign.state_tensors import StateTensors
 from patchpar.shard.unsupported_model import is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import (
     ROUNDINGS,
@@ -72,7 +72,7 @@ class ForeignCheck:
         self._proved: set[FunctionCall] = set()
         self._refuted: set[Pair] = set()
         self._before: SavedState | None = None  # of the running call
-        self._kept = KeptTensors()
+        self._kept = StateTensors()
 
     def look(self, found: Fingerprint) -> None:
         """Learn which foreign code there is; what is known of calls so far does not count any more."""

@@ -6,7 +6,7 @@ from torch import Tensor
 from patchpar.shard.foreign.kept_state import SavedState
 
 
-class KeptTensors:
+class StateTensors:
     """The tensors that calls so far have kept, each with what the plain call has kept for it, if that is known."""
 
     def __init__(self) -> None:
