@@ -11,7 +11,7 @@ from torch import nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import on_own_lists, with_own_lists
-from patchpar.models.guiders import step_branches
+from patchpar.models.guiders import is_smoothed, step_branches
 from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
@@ -28,6 +28,7 @@ from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
     kept_by_processors,
     refuse_gradients,
+    refuse_smoothed,
     refuse_what_processors_keep,
     refused_in_words,
 )
@@ -96,11 +97,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """Replaces the denoiser's forward."""
         if self.plan.world_size > 1 or self.plan.weights != "whole":
             refuse_gradients(module, str(self.plan), (args, kwargs))
-        self.clock.guided = self.guided()
-        if self.clock.next_call() == 0 and self.clock.evaluation == 0 and any(self._histories()):
-            self._foresee(args, kwargs)
+        self._count(args, kwargs)
         looks = self._look_again()
         before = kept_by_processors(module) if looks and self._splits_calls else None
+        if self.plan.patch > 1 and (looks or is_smoothed(self.pipe)):
+            refuse_smoothed(module, str(self.plan))
         original = self.fn_ref.original_forward
         plain = original if self.stages is None else partial(self.stages.denoise, original)
         self._divide_weights(module, plain if self.stages is None else original, (args, kwargs))
@@ -194,8 +195,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.votes.restore()
         return module
 
-    def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find how many calls a step has: branches of guidance may have a call each, in the first step on all ranks."""
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a call. In the first one find how many a step has: branches of guidance may have a call each."""
+        self.clock.guided = self.guided()
+        if self.clock.next_call() > 0 or self.clock.evaluation > 0 or not any(self._histories()):
+            return
         branches = 1 if self.pipe is None else step_branches(self.pipe, self.clock.guided)
         is_one = branches > 1 and count_branches(sample_of(args, kwargs)) > 1
         self.clock.calls = 1 if is_one else branches
