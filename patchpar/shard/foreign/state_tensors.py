@@ -14,7 +14,7 @@ class StateTensors:
         self._made: dict[int, Tensor] = {}  # of split calls that were not compared
 
     def for_plain_call(self, before: SavedState) -> tuple[dict[int, Tensor], bool]:
-        """Return what the plain call finds for tensors of split calls, and whether any is unknown: it gets NaN."""
+        """Return what the plain call finds for tensors, of any shape, of split calls; whether any is NaN, unknown."""
         twins, unknown = dict[int, Tensor](), False
         for x in before.tensors.values():
             if id(x) in self._twins:

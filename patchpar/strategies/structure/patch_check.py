@@ -46,7 +46,7 @@ class PatchCall:
     branches: int
 
     def of_all(self) -> list[Tensor]:
-        """Return our branch of the plain call for all branches."""
+        """Return our branch, of any shape, of the plain call for all branches."""
         assert self.branch is not None
         args, kwargs = with_own_lists(self.whole)
         return [x.chunk(self.branches)[self.branch] for x in floats_in(self.plain(*args, **kwargs))]
