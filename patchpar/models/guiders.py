@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from diffusers.guiders import SmoothedEnergyGuidance
+
 GUIDER = "guider"
 """A component of some pipelines, a guider of diffusers."""
 GUIDES = "do_classifier_free_guidance"
@@ -20,6 +22,20 @@ def guider_branches(pipe: Any) -> int | None:
     if guider is None or not getattr(guider, "_enabled", True):  # what `disable()` sets
         return 1
     return int(guider.new().num_conditions)
+
+
+def step_branches(pipe: Any, guided: bool | None) -> int:
+    """Return the number of guidance branches of a running call, 1 without guidance or where it is not known.
+
+    `guided`: whether there is guidance, if that is known.
+    """
+    by_guider = guider_branches(pipe)
+    return (2 if guided else 1) if by_guider is None else by_guider
+
+
+def is_smoothed(pipe: Any) -> bool:
+    """Return whether the pipeline's guider blurs queries in some calls of the denoiser, from one to the next."""
+    return isinstance(getattr(pipe, GUIDER, None), SmoothedEnergyGuidance)
 
 
 def guides_above(pipe: Any) -> float:

@@ -1,7 +1,7 @@
 """Hook that replaces the forward of a denoiser."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -11,20 +11,24 @@ from torch import nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import on_own_lists, with_own_lists
+from patchpar.models.guiders import is_smoothed, step_branches
 from patchpar.pipeline.installed_weights import InstalledWeights
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch import count_branches, sample_of
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.piped.on_stages import PipedOnStages
 from patchpar.shard.stages.denoiser import StagedDenoiser
 from patchpar.shard.stages.patches import StagedPatches
+from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import CacheVote, cache_of, counts_calls
 from patchpar.shard.tensor.denoiser import TensorDenoiser
 from patchpar.shard.unsupported_model import (
     kept_by_processors,
     refuse_gradients,
+    refuse_smoothed,
     refuse_what_processors_keep,
     refused_in_words,
 )
@@ -49,6 +53,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
+        self.pipe: Any = None
+        """The pipeline, which knows how many guidance branches a step has."""
         self.weights: InstalledWeights | None = None
         """What shards the denoiser's weights before its first call, if the plan says so."""
         self.tensor: TensorDenoiser | None = None
@@ -91,10 +97,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """Replaces the denoiser's forward."""
         if self.plan.world_size > 1 or self.plan.weights != "whole":
             refuse_gradients(module, str(self.plan), (args, kwargs))
-        self.clock.guided = self.guided()
-        self.clock.next_call()
+        self._count(args, kwargs)
         looks = self._look_again()
         before = kept_by_processors(module) if looks and self._splits_calls else None
+        if self.plan.patch > 1 and (looks or is_smoothed(self.pipe)):
+            refuse_smoothed(module, str(self.plan))
         original = self.fn_ref.original_forward
         plain = original if self.stages is None else partial(self.stages.denoise, original)
         self._divide_weights(module, plain if self.stages is None else original, (args, kwargs))
@@ -188,7 +195,19 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.votes.restore()
         return module
 
-    def _stale_calls(self) -> int:
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a call. In the first one find how many a step has: branches of guidance may have a call each."""
+        self.clock.guided = self.guided()
+        if self.clock.next_call() > 0 or self.clock.evaluation > 0 or not any(self._histories()):
+            return
+        branches = 1 if self.pipe is None else step_branches(self.pipe, self.clock.guided)
+        is_one = branches > 1 and count_branches(sample_of(args, kwargs)) > 1
+        self.clock.calls = 1 if is_one else branches
+
+    def _histories(self) -> Iterator[StaleState]:
         kinds = SharedDenoiser, StagedPatches
         split = [layer for layer in (*self.layers, self.divided) if isinstance(layer, kinds)]
-        return sum(layer.history.stale_calls for layer in split if layer.history is not None)
+        return (layer.history for layer in split if layer.history is not None)
+
+    def _stale_calls(self) -> int:
+        return sum(history.stale_calls for history in self._histories())

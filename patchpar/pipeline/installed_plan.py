@@ -112,7 +112,7 @@ class InstalledPlan:
             votes = CacheVote(module, comm, [mesh[name] for name in ("patch", "cfg", "data")], clock)
             hook = DenoiserHook(clock, layers, guided, votes, check, plan=plan)
             hook.watch_prompts(module, (comm, mesh.of_one_image()), mesh["data"], verifications)
-            hook.weights = self.weights
+            hook.weights, hook.pipe = self.weights, self.pipe
             self._divide_blocks(module, hook, plan, verifications, in_patches)
             self._register(module, hook)
         self._install_conditioners(plan, (comm, mesh), clock=clock, split=plan.split, verifications=verifications)

@@ -47,6 +47,7 @@ from patchpar.shard.verification import (
 from patchpar.shard.verification_cache import VerificationCache
 
 Plain = Callable[..., Any]
+Run = Callable[[], Any]
 Found = Mapping[str, int | None]  # dim of the batch by path, for arguments where shapes are misleading
 NOT_SHARED: Found = {"": None}
 Agreement = Callable[[str, bool], bool]  # from a key and whether this rank has its value, whether all ranks have it
@@ -131,6 +132,25 @@ class BatchArguments:
             "is compared, does not fit in the memory of every rank, nor is there one with fewer tokens: verify=False "
             "leaves the comparison out"
         )
+
+    def smaller_parts(self, plain: Plain, call: Call, rank: int) -> Iterator[tuple[Run, Run]]:
+        """Yield what runs calls with fewer tokens, the largest first: for our part of the whole, and for that alone.
+
+        None where a plain forward takes several ranks, or where parts of a list are padded to its longest.
+        """
+        arguments, found = CallArguments.of(self.network, *call), self.of(plain, call)
+        for each in smaller_calls(arguments, name_of_latent(self.network, arguments)) if self.alone else ():
+            smaller = each.args, each.kwargs
+            batch = Batch.of(sample_of(*smaller), found)
+            if batch.by_item:
+                return
+            yield (
+                partial(self._part_of_whole, plain, smaller, rank),
+                partial(self._part, plain, smaller, batch, rank),
+            )
+
+    def _part_of_whole(self, plain: Plain, call: Call, rank: int) -> list[Tensor]:
+        return [x.chunk(self.ranks)[rank] for x in floats_in(_whole(plain, call))]
 
     def compared_smaller(self, plain: Plain, call: Call) -> Comparison:
         """Return how far joined parts of a call with fewer tokens are from the whole, where `call` does not fit.

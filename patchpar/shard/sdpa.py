@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, handle_torch_function
 
 from patchpar.shard.precision import autocast_dtype
 
@@ -112,6 +112,8 @@ def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
     """Stands in torch.nn.functional: calls this thread's replacement, if it has one."""
     if torch.compiler.is_dynamo_compiling():
         return TORCHS(*args, **kwargs)
+    if torch._C._len_torch_function_stack() and _is_of_others():
+        return handle_torch_function(_dispatch, (), *args, **kwargs)  # which calls this again, if at all
     attend = _ATTEND.get()
     if attend is None:
         return _REPLACEMENT.before(*args, **kwargs)
@@ -123,6 +125,12 @@ def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
         return attend(call)
     finally:
         _ATTEND.reset(token)
+
+
+def _is_of_others() -> bool:
+    """Whether the innermost mode is of another package: diffusers' compares with what is in torch.nn.functional."""
+    mode = _get_current_function_mode_stack()[-1]  # type: ignore[no-untyped-call]
+    return not type(mode).__module__.startswith("patchpar.")
 
 
 class _Replacement:

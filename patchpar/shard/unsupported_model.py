@@ -74,6 +74,18 @@ def refuse_gradients(network: object, plan: str, call: Any) -> None:
         )
 
 
+def refuse_smoothed(network: nn.Module, plan: str) -> None:
+    """Raise UnsupportedModel for smoothed energy guidance (arXiv:2408.00760), which blurs queries over the image."""
+    for path, layer in named_modules_of(network):
+        registry = getattr(layer, "_diffusers_hook", None)
+        hooks = () if registry is None else registry.hooks.values()
+        if any(type(hook).__name__ == "SmoothedEnergyGuidanceHook" for hook in hooks):
+            raise UnsupportedModel(
+                f"smoothed energy guidance blurs the queries of {path} in {type(network).__name__} over the whole "
+                f"image, of which each rank has a part under plan {plan}: use plan cfg=2 or data=N"
+            )
+
+
 def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], list[Tensor]]:
     """Return the tensors, of any shape, in attributes of attention processors, by path of the layer and attribute."""
     found: dict[tuple[str, str], list[Tensor]] = {}

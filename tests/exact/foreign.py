@@ -182,3 +182,55 @@ def found(this: PoolRank, kind: str, when: str, folder: str) -> dict[str, Any]:
         bands.restore()
         want = first(unet(**call))
     return {"untouched": untouched, "error": relative(got, want), "effect": relative(want, plain)}
+
+
+class _Later:
+    """Changes what a block returns from the second call of the network on."""
+
+    def __init__(self, unet: Any, change: Callable[[Tensor], Tensor]) -> None:
+        self.calls, self._change, block = 0, change, unet.mid_block.resnets[0]
+        self._own = block.forward
+        block.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        out = self._own(*args, **kwargs)
+        return self._change(out) if self.calls > 1 else out
+
+
+LATER: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda x: x * 0.5,
+    "centred": centred,
+    "at large sizes": lambda x: centred(x) if x.shape[-1] > 2 else x,
+}
+
+
+@torch.no_grad()
+def found_in_short_memory(this: PoolRank, kind: str, folder: str) -> dict[str, Any]:
+    """What three calls return where the last rank has no memory for a plain call, and how often it runs the network."""
+    unet, call, runs = denoisers.build("sd"), denoisers.call("sd", *LARGE), list[tuple[int, ...]]()
+    plain = first(unet(**call))
+    bands = patched(this, unet, verifications=VerificationCache(Path(folder) / str(this.rank)))
+    changing = _Later(unet, LATER[kind])
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        size = tuple(kwargs["sample"].shape[-2:])
+        runs.append(size)
+        if size == LARGE and this.rank == this.world - 1:
+            raise torch.OutOfMemoryError("too little")
+        return unet.forward(*args, **kwargs)
+
+    outputs, each = [], []
+    bands.reset()
+    for _ in range(3):
+        try:
+            runs.clear()
+            outputs.append(first(bands.denoise(forward, **call)))
+            each.append(list(runs))
+        except PatchparError as error:
+            return {"message": f"{type(error).__name__}: {error}"}
+    bands.restore()
+    changing.calls = 1
+    want = first(unet(**call))
+    errors = [relative(outputs[0], plain), *(relative(x, want) for x in outputs[1:])]
+    return {"errors": errors, "effect": relative(want, plain), "runs": each}

@@ -30,3 +30,26 @@ def test_what_is_put_into_a_denoiser_is_checked(ranks: Any, tmp_path: Path, kind
             assert "cfg=2" in found["message"], found
         else:
             assert found["error"] <= LIMIT < 1e-3 < found["effect"], found
+
+
+def test_what_a_device_has_no_memory_to_compare_is_compared_at_a_smaller_size(ranks: Any, tmp_path: Path) -> None:
+    """And is known from then on."""
+    for found in ranks.run(f"{FOREIGN}:found_in_short_memory", 2, "scaled", str(tmp_path)):
+        assert max(found["errors"]) <= LIMIT < 1e-3 < found["effect"], found
+        _, second, third = found["runs"]
+        assert (16, 8) in second
+        assert len(third) == 1
+
+
+REFUSED = {
+    "centred": "VerificationError: ",
+    "at large sizes": "PlanError: a plain call of UNet2DConditionModel, with which calls that run code of another",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_a_smaller_call_shows_to_be_wrong_or_does_not_show_is_refused(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
+    for found in ranks.run(f"{FOREIGN}:found_in_short_memory", 2, kind, str(tmp_path)):
+        assert found["message"].startswith(REFUSED[kind])

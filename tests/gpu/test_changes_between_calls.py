@@ -49,7 +49,7 @@ class Outputs:
 
 def outputs(network: Any, change: Change, *, images: int = 1, evaluations: int = 6, calls: int = 2) -> Outputs:
     """Outputs of a network whose calls are replayed. In each evaluation all calls have the same arguments."""
-    stand_in, arguments = StandIn(1), model("flux").call
+    stand_in, arguments = StandIn(1), arguments_of(network)
 
     def on_rank(transport: TorchTransport) -> Outputs:
         mesh, clock = (Communicator(transport), Mesh(0, range(1), patch=1)["patch"]), StepClock()
@@ -76,13 +76,17 @@ def outputs(network: Any, change: Change, *, images: int = 1, evaluations: int =
     return result
 
 
+def arguments_of(network: Any) -> dict[str, Any]:
+    return model("sdxl" if hasattr(network, "up_blocks") else "flux").call
+
+
 def plain_outputs(network: Any, change: Change, *, images: int = 1, evaluations: int = 6, calls: int = 2) -> Any:
     found = []
     for evaluation in range(images * evaluations):
         for call in range(calls):
             change(network, evaluation, call)
             with torch.no_grad():
-                found.append(network(**_call(model("flux").call, evaluation, 0))[0])
+                found.append(network(**_call(arguments_of(network), evaluation, 0))[0])
     return found
 
 
@@ -155,12 +159,13 @@ class Scaled:
 
     def __init__(self, scale: float = 0.7, shift: float = 0.0) -> None:
         self.inner, self.scale, self.shift = FluxAttnProcessor(), scale, torch.full((1,), shift)
+        self.strength, self.strengths = 1.0, [1.0]
         ALIVE.append(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         found = self.inner(*args, **kwargs)
         first, *others = found if isinstance(found, tuple) else (found,)
-        first = first * self.scale + self.shift
+        first = first * self.scale * self.strength * self.strengths[0] + self.shift
         return (first, *others) if others else first
 
 
@@ -180,13 +185,38 @@ def processed() -> Any:
 def adapted() -> Any:
     found = network()
     with seeded():
-        found.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+        for name in ("default", "other"):
+            found.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), name)
+        found.set_adapter("default")
         return enliven(found.eval().requires_grad_(False))
 
 
 def dropping() -> Any:
     found = network()
     found.transformer_blocks[0].attn.to_out[1].p = 1.0
+    return found
+
+
+def configured() -> Any:
+    """Its first block reads the configuration."""
+    found = network()
+    found.register_to_config(strength=1.0)
+    module = found.transformer_blocks[0].ff
+    module.forward = functools.partial(as_configured, found, module)
+    return found
+
+
+def as_configured(network: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    return network.config.strength * type(module).forward(module, *args, **kwargs)
+
+
+def of_convolutions() -> Any:
+    return deepcopy(model("sdxl").network)
+
+
+def hooked() -> Any:
+    found = network()
+    found.transformer_blocks[0].ff.register_forward_hook(halved)
     return found
 
 
@@ -206,6 +236,57 @@ def same_class(network: Any) -> None:
 def in_place(network: Any) -> None:
     for block in network.transformer_blocks:
         block.attn.processor.scale = 1.5 - block.attn.processor.scale
+
+
+def other_number(network: Any) -> None:
+    for block in network.transformer_blocks:
+        block.attn.processor.strength = 1.5 - block.attn.processor.strength
+
+
+def in_a_list(network: Any) -> None:
+    for block in network.transformer_blocks:
+        block.attn.processor.strengths[0] = 1.5 - block.attn.processor.strengths[0]
+
+
+def without_adapters(network: Any) -> None:
+    layer = network.transformer_blocks[0].attn.to_q
+    (network.enable_adapters if layer.disable_adapters else network.disable_adapters)()
+
+
+def other_adapter(network: Any) -> None:
+    layer = network.transformer_blocks[0].attn.to_q
+    network.set_adapter("default" if layer.active_adapters == ["other"] else "other")
+
+
+def of_configuration(network: Any) -> None:
+    network.register_to_config(strength=1.5 - network.config.strength)
+
+
+def free_lunch(network: Any) -> None:
+    if getattr(network.up_blocks[0], "s1", None) is None:
+        network.enable_freeu(s1=0.5, s2=0.5, b1=1.5, b2=1.5)
+    else:
+        network.disable_freeu()
+
+
+def other_hook(network: Any) -> None:
+    module = network.transformer_blocks[0].ff
+    (before,) = module._forward_hooks.values()
+    module._forward_hooks.clear()
+    module.register_forward_hook(doubled if before is halved else halved)
+
+
+def training_elsewhere() -> Any:
+    found = dropping()
+    found.transformer_blocks[0].norm1.silu.train()
+    return found
+
+
+def train_another(network: Any) -> None:
+    """As many modules are in training as before."""
+    dropout, other = network.transformer_blocks[0].attn.to_out[1], network.transformer_blocks[0].norm1.silu
+    dropout.train(not dropout.training)
+    other.train(not dropout.training)
 
 
 def of_adapter(network: Any) -> None:
@@ -242,11 +323,23 @@ def halved(module: Any, args: Any, output: Any) -> Any:
     return 0.5 * output
 
 
+def doubled(module: Any, args: Any, output: Any) -> Any:
+    return 2.0 * output
+
+
 CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a processor of another class": (processed, other_class),
     "another processor of the class": (processed, same_class),
     "a processor's factor": (processed, in_place),
+    "another number of a processor": (processed, other_number),
+    "a list of a processor": (processed, in_a_list),
     "an adapter's factor": (adapted, of_adapter),
+    "without adapters": (adapted, without_adapters),
+    "another adapter": (adapted, other_adapter),
+    "the configuration": (configured, of_configuration),
+    "FreeU": (of_convolutions, free_lunch),
+    "training of another module": (training_elsewhere, train_another),
+    "another hook of torch": (hooked, other_hook),
     "training": (dropping, to_train),
     "a forward": (network, forward_by_hand),
     "a hook of torch": (network, with_a_torch_hook),

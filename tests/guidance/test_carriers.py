@@ -16,6 +16,7 @@ from patchpar.shard.argument_changes import gives_back, with_given, without_give
 from patchpar.shard.batch import Batch
 from patchpar.shard.batch_arguments import NOT_SHARED, BatchArguments, carriers_in
 from patchpar.shard.verification_cache import VerificationCache
+from tests import tiny
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
@@ -221,6 +222,49 @@ def test_branches_that_are_mixed_are_found_with_fewer_tokens_too(
     without_room(monkeypatch, (0, 1), mixes=True)
     with pytest.raises(VerificationError, match="UNet2DConditionModel with its batch shared between 2 ranks"):
         shared("sd", "cfg=2", tmp_path, height=256, width=256)
+
+
+class _Later:
+    """Changes what a block returns from the second call of a network on."""
+
+    def __init__(self, own: Any, change: Any) -> None:
+        self.own, self.change, self.calls = own, change, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        out = self.own(*args, **kwargs)
+        return self.change(out) if self.calls > 1 else out
+
+
+def with_code(change: Any) -> Any:
+    """Builds pipelines with foreign code in their denoiser."""
+
+    def build(name: str) -> Any:
+        found = tiny.build(name)
+        block = found.pipe.unet.mid_block.resnets[0]
+        block.forward = _Later(block.forward, change)
+        return found
+
+    return build
+
+
+def test_foreign_code_is_compared_with_fewer_tokens_where_both_branches_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, build = {"height": 256, "width": 256}, with_code(lambda x: x * 0.5)
+    want = plain("sd", build=build, **size)
+    tried = without_room(monkeypatch, (1,))
+    for got in shared("sd", "cfg=2", tmp_path, build=build, **size):
+        assert relative(got, want) <= TOLERANCE
+    assert set(tried) == {32, 16}
+
+
+def test_foreign_code_that_mixes_branches_is_refused_by_fewer_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_room(monkeypatch, (0, 1))
+    with pytest.raises(VerificationError, match="mixes guidance branches in a way patchpar does not know"):
+        shared("sd", "cfg=2", tmp_path, build=with_code(lambda x: x - x.mean(0, keepdim=True)), height=256, width=256)
 
 
 def test_a_controlnet_whose_parts_do_not_make_the_whole_is_refused(

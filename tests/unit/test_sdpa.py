@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -74,6 +75,24 @@ def test_other_functions_are_left_or_answered() -> None:
         answered, attended = torch.exp(query), F.scaled_dot_product_attention(query, key, value)
     assert answered == "exp"  # type: ignore[comparison-overlap]
     assert torch.equal(attended, F.scaled_dot_product_attention(query, key, value))
+
+
+def test_modes_of_other_libraries_come_before_a_replacement() -> None:
+    """As perturbed attention in guiders of diffusers: entered in a layer, whose attention is replaced around it."""
+    query, key, value = tensors()
+    asked: list[AttentionCall] = []
+
+    def answer(call: AttentionCall) -> Tensor:
+        asked.append(call)
+        return call.query
+
+    with AttentionReplaced(answer), torch.device("cpu"):
+        with AttentionScoreSkipFunctionMode():
+            assert F.scaled_dot_product_attention(query, key, key) is key
+            assert not asked
+            assert F.scaled_dot_product_attention(query, value[..., :2, :], value[..., :2, :]) is query
+        assert F.scaled_dot_product_attention(query, key, key) is query
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("mode", [SdpaMode, AttentionReplaced])

@@ -19,7 +19,8 @@ from patchpar.plan.mesh import Axis, Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.fingerprint import fingerprint
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.tensor.agreed_cache import agreed
 from patchpar.shard.verification import (
     ROUNDINGS,
@@ -212,7 +213,7 @@ def test_a_plain_call_with_foreign_code_that_does_not_fit_one_rank_is_refused_on
             mixed="tokens",
             way_out="use one device",
         )
-        with pytest.raises(PlanError, match=r"does not fit in the memory of every rank\. .*verify=False") as refused:
+        with pytest.raises(PlanError, match=r"memory of every rank, nor is there one .*verify=False") as refused:
             check.run(call)
         return str(refused.value)
 

@@ -29,7 +29,7 @@ from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.guidance_call import StaleEntry
 from patchpar.shard.stale.send_window import LateExchange
-from patchpar.shard.stale.stale_layout import StaleLayout, check_room, expected_bytes
+from patchpar.shard.stale.stale_layout import StaleLayout, check_room, expected_bytes, of_calls
 from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.stale.token_slots import TokenSlots
 from patchpar.shard.stale.workspace import Workspace
@@ -149,8 +149,9 @@ def _attend_beside_tokens(
     if known is None or late_no_more or (known.layout.text is not text and known.layout.text != text):
         layout = _layout(patch, grid, here, options, text)
         if cache.is_first_state():
-            expected = expected_bytes(layout, patch.layers_like(where))
-            check_room(expected, patch.axis.size, call.key.device, patch.policy.name, "keys and values")
+            expected = expected_bytes(layout, patch.layers_like(where) * cache.calls_left)
+            what = of_calls("keys and values", cache.calls_left)
+            check_room(expected, patch.axis.size, call.key.device, patch.policy.name, what)
         entry.state = _new_state(patch, where, entry, layout, call.key)
     state: RemoteTokens = entry.state
     if patch.fresh:

@@ -17,7 +17,7 @@ from patchpar.shard.attention.partial import Partial
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleBytes
-from patchpar.shard.stale.stale_layout import check_room
+from patchpar.shard.stale.stale_layout import check_room, of_calls
 from patchpar.shard.stale.token_grid import LevelGrid
 
 
@@ -80,12 +80,14 @@ class RemotePartials:
 def first_partials(patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, refresh: int) -> RemotePartials:
     """Return the state of an exchange point that runs for the first time.
 
-    Raises PlanError, before the first of a call, where those of all layers do not fit the memory.
+    Raises PlanError, before the first of a step, where those of all layers and calls do not fit the memory.
     """
     assert patch.cache is not None
     if patch.cache.is_first_state():
-        expected = _expected_bytes(refresh, call, grid, patch.axis, patch.layers_like(where))
-        check_room(expected, patch.axis.size, call.key.device, patch.policy.name, "attention to others' tokens")
+        calls = patch.cache.calls_left
+        expected = _expected_bytes(refresh, call, grid, patch.axis, patch.layers_like(where) * calls)
+        what = of_calls("attention to others' tokens", calls)
+        check_room(expected, patch.axis.size, call.key.device, patch.policy.name, what)
     return RemotePartials(refresh, patch.axis, grid)
 
 

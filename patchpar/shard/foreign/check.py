@@ -5,28 +5,30 @@
 
 So code that acts in some steps only, or by other numbers, is compared when it does. A function that is not proved to
 mix no positions makes every call be compared. State that foreign code keeps is put back after each comparison.
+Where the plain call does not fit in the memory of every rank, a smaller one is compared in its place, if foreign code
+does the same in both.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patchpar.comm.collectives import AxisComm
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.fingerprint import Fingerprint
-from patchpar.shard.foreign.cuts import Cut
 from patchpar.shard.foreign.functions import ForeignFunctions, FunctionCall
+from patchpar.shard.foreign.guarded_call import GuardedCall, Run
 from patchpar.shard.foreign.holders import is_foreign
 from patchpar.shard.foreign.kept_state import SavedState
 from patchpar.shard.foreign.proof import is_local
-from patchpar.shard.foreign.refusals import is_trusted, listed, untrusted, without_plain_call
-from patchpar.shard.sdpa import TORCHS
-from patchpar.shard.unsupported_model import is_out_of_memory
+from patchpar.shard.foreign.refusals import OTHER_WORK, TOO_LARGE, is_trusted, listed, untrusted, without_plain_call
+from patchpar.shard.foreign.same_work import are_alike, are_same, enlarged, without_attention
+from patchpar.shard.foreign.state_tensors import StateTensors
+from patchpar.shard.unsupported_model import is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import (
     ROUNDINGS,
     SHAKEN,
@@ -40,31 +42,9 @@ from patchpar.shard.verification import (
 )
 from patchpar.shard.verification_cache import VerificationCache
 
-Run = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GuardedCall:
-    """A call of a form that ranks compute together: as `split`, and `plain` for a comparison.
-
-    `cuts`: how its tensors were divided; `exactly`: the split call to compare if `split` uses values of earlier steps;
-    `shaken`: the plain call with a latent that is rounded otherwise, by a seed;
-    `divides`: whether ranks have computed parts of the call, rather than some of several calls; `computes`: what each
-    call is for, if calls of one step are for different things, between which nothing may be kept; `what` differs if it
-    differs, `mixed` is what foreign code then mixes, and `way_out` is what to do, for messages.
-    """
-
-    form: Any
-    split: Run
-    plain: Run
-    cuts: Callable[[], Sequence[Cut]]
-    exactly: Run | None = None
-    shaken: Callable[[int], Any] | None = None
-    divides: Callable[[], bool] = lambda: True
-    computes: str = ""
-    what: str
-    mixed: str
-    way_out: str
+Functions = list[FunctionCall]
+Pair = tuple[FunctionCall | None, FunctionCall]  # of the plain call, if it is known, and of the split one
+States = tuple[SavedState, SavedState]  # before and after the split call
 
 
 class ForeignCheck:
@@ -90,10 +70,9 @@ class ForeignCheck:
         self._is_paused, self._all = is_paused, tuple[str, ...]()
         self._forms: list[tuple[Any, bool]] = []  # of calls that were compared, and whether others need not be
         self._proved: set[FunctionCall] = set()
-        self._twins: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a kept tensor: it, and the plain call's
-        self._refuted: set[tuple[FunctionCall, FunctionCall]] = set()  # of the plain call and of the split one
+        self._refuted: set[Pair] = set()
         self._before: SavedState | None = None  # of the running call
-        self._made: dict[int, Tensor] = {}  # kept tensors of split calls that were not compared
+        self._kept = StateTensors()
 
     def look(self, found: Fingerprint) -> None:
         """Learn which foreign code there is; what is known of calls so far does not count any more."""
@@ -138,7 +117,7 @@ class ForeignCheck:
         known = (call.form, True) in self._forms and self._proved.issuperset(own)
         after = self._state()
         if every_rank_has(self.mesh, "foreign code", known):
-            self._keep_track(before, after)
+            self._kept.note(before, after)
             return output
         self.is_comparing = True
         try:
@@ -153,27 +132,56 @@ class ForeignCheck:
         if self._before is not None:
             self._before.put_back()
 
-    def _compare(
-        self, call: GuardedCall, own: list[FunctionCall], states: tuple[SavedState, SavedState], got: Any
-    ) -> None:
-        (before, after), cuts = states, list(call.cuts())
-        twins, unknown = self._plain_tensors(before)
+    def _compare(self, call: GuardedCall, own: Functions, states: States, got: Any) -> None:
+        before, after = states
+        twins, unknown = self._kept.for_plain_call(before)
         before.put_back(twins)
         whole, want, failure = self._noted_or_none(call.plain, fails=unknown)
         plain_after = self._state()
         self._refuse_written(before)
+        if not every_rank_has(self.together, "memory", failure is None or not is_out_of_memory(failure)):
+            del want
+            self._compare_smaller(call, own, states, depends=bool(twins) or unknown)
+            return
         if call.exactly is not None:
             before.put_back()
             got = call.exactly()
-        comparable = every_rank_has(self.mesh, "plain call", want is not None)
+        comparable = every_rank_has(self.together, "plain call", want is not None)
         found = self._judged(call, before, got, want) if comparable else Comparison(0.0, 1.0)
         after.put_back()
-        self._pair(after, plain_after)
-        self._learn(call.form, whole, own, cuts)
+        self._kept.pair(after, plain_after)
+        whole = without_attention(whole, own)
+        self._learn(call, zip(whole, own, strict=False), are_same(whole, own))
         if not comparable:
-            fits = every_rank_has(self.mesh, "memory", failure is None or not is_out_of_memory(failure))
-            raise without_plain_call(self.network, self.blamed, call.way_out, fits=fits)
+            raise without_plain_call(self.network, self.blamed, call.way_out)
         largest_error(self.mesh, [[found]], *self._blame(call))
+
+    def _compare_smaller(self, call: GuardedCall, own: Functions, states: States, *, depends: bool) -> None:
+        """Compare the largest smaller call that fits. `depends`: on tensors of earlier calls, of the size of these."""
+        before, after = states
+        found = None if depends else self._smaller(call, before)
+        if found is None:
+            after.put_back()
+            raise without_plain_call(self.network, self.blamed, call.way_out, TOO_LARGE[depends])
+        smaller, whole, want = found
+        before.put_back()
+        smaller_own, got = self._noted(smaller.split)
+        compared = self._judged(smaller, before, got, want)
+        after.put_back()
+        self._kept.note(before, after)
+        does_the_same = self._learn_from_smaller(call, own, whole, smaller_own)
+        largest_error(self.mesh, [[compared]], *self._blame(call))
+        if not every_rank_has(self.mesh, "the same in a smaller call", does_the_same):
+            raise without_plain_call(self.network, self.blamed, call.way_out, OTHER_WORK)
+
+    def _smaller(self, call: GuardedCall, before: SavedState) -> tuple[GuardedCall, Functions, Any] | None:
+        """Return the largest smaller call that every rank can run plainly, with its functions and its output."""
+        for each in call.smaller():
+            before.put_back()
+            whole, want, _ = self._noted_or_none(each.plain, fails=True)
+            if every_rank_has(self.together, "memory of fewer tokens", want is not None):
+                return each, whole, want
+        return None
 
     def _judged(self, call: GuardedCall, before: SavedState, got: Any, want: Any) -> Comparison:
         """Return the comparison. Its limit is the rounding of the dtype, or what that changes in this model."""
@@ -185,12 +193,12 @@ class ForeignCheck:
             limit = max(limit, SHAKEN * _comparison(call.shaken(seed), want).error)
         return Comparison(error, limit)
 
-    def _noted_or_none(self, plain: Run, *, fails: bool) -> tuple[list[FunctionCall], Any, Exception | None]:
+    def _noted_or_none(self, plain: Run, *, fails: bool) -> tuple[Functions, Any, Exception | None]:
         """Return what `_noted` does; no output, but the error, for want of memory, or where the call may fail."""
         try:
             return *self._noted(plain), None
         except Exception as error:
-            if not (is_out_of_memory(error) or (fails and isinstance(error, (RuntimeError, ValueError, IndexError)))):
+            if not (is_out_of_memory(error) or (fails and is_of_the_split(error))):
                 raise
             return [], None, error.with_traceback(None)  # whose frames keep tensors
 
@@ -213,7 +221,7 @@ class ForeignCheck:
     def _state(self) -> SavedState:
         return SavedState(self.network, self._device)
 
-    def _noted(self, run: Run) -> tuple[list[FunctionCall], Any]:
+    def _noted(self, run: Run) -> tuple[Functions, Any]:
         """Return the functions that untrusted foreign code called in a run, and its output."""
         counts = ForeignFunctions(self.network, self._counts, self._is_paused)
         with counts:
@@ -243,54 +251,28 @@ class ForeignCheck:
                 f"{self.blamed} keeps something from one call to the next, but {reason}: {call.way_out}"
             )
 
-    def _learn(self, form: Any, whole: list[FunctionCall], own: list[FunctionCall], cuts: Sequence[Cut]) -> None:
+    def _learn(self, call: GuardedCall, pairs: Iterable[Pair], alike: bool) -> None:
         """Prove the functions of a call that were not known. A form counts only where both calls ran the same ones."""
-        whole = _without_attention(whole, own)
-        alike = len(whole) == len(own) and all(x.function is y.function for x, y in zip(whole, own, strict=True))
-        self._forms = [each for each in self._forms if each[0] != form] + [(form, alike)]
+        self._forms = [each for each in self._forms if each[0] != call.form] + [(call.form, alike)]
         if not alike:
             return
-        pairs = set(zip(whole, own, strict=True))
-        self._refuted |= {pair for pair in pairs - self._refuted if not is_local(*pair, cuts, self._device)}
-        self._proved |= {y for _, y in pairs} - {y for _, y in self._refuted}
+        found, cuts = set(pairs), list(call.cuts())
+        self._refuted |= {
+            (plain, own)
+            for plain, own in found - self._refuted
+            if plain is None or not is_local(plain, own, cuts, self._device)
+        }
+        self._proved |= {y for _, y in found} - {y for _, y in self._refuted}
 
-    # --- tensors that foreign code keeps: those of the split call, and those that the plain call would have -----------
-
-    def _plain_tensors(self, before: SavedState) -> tuple[dict[int, Tensor], bool]:
-        """Return what the plain call finds for tensors of split calls, and whether any is unknown: it gets NaN."""
-        twins, unknown = dict[int, Tensor](), False
-        for x in before.tensors.values():
-            if id(x) in self._twins:
-                twins[id(x)] = self._twins[id(x)][1]
-            elif id(x) in self._made:
-                unknown = True
-                twins[id(x)] = torch.full_like(x, torch.nan) if x.is_floating_point() else x
-        return twins, unknown
-
-    def _pair(self, after: SavedState, plain_after: SavedState) -> None:
-        """Note which tensor the plain call has kept where the split call has kept its own."""
-        pairs = ((x, plain_after.tensors.get(path)) for path, x in after.tensors.items())
-        self._twins = {id(x): (x, twin) for x, twin in pairs if twin is not None and twin is not x}
-        kept = {id(x) for x in after.tensors.values()}
-        self._made = {key: x for key, x in self._made.items() if key in kept and key not in self._twins}
-
-    def _keep_track(self, before: SavedState, after: SavedState) -> None:
-        """Note tensors that a call has kept without a comparison."""
-        was, kept = ({id(x): x for x in state.tensors.values()} for state in (before, after))
-        self._made = {key: x for key, x in kept.items() if key not in was or key in self._made}
-        self._twins = {key: pair for key, pair in self._twins.items() if key in kept}
-
-
-def _without_attention(whole: list[FunctionCall], own: list[FunctionCall]) -> list[FunctionCall]:
-    """Return the functions of the plain call but those of attention that ranks compute together in the split one."""
-    found, mine = list[FunctionCall](), iter(own)
-    expected = next(mine, None)
-    for call in whole:
-        if call.function is TORCHS and (expected is None or expected.function is not TORCHS):
-            continue
-        found.append(call)
-        expected = next(mine, None)
-    return found
+    def _learn_from_smaller(self, call: GuardedCall, own: Functions, whole: Functions, smaller_own: Functions) -> bool:
+        """Prove the functions of a call by those of a smaller one; return whether it stands for the call."""
+        whole, cuts = without_attention(whole, smaller_own), list(call.cuts())
+        if not are_same(smaller_own, own):
+            return False
+        alike = are_same(whole, own)
+        triples = zip(whole, smaller_own, own, strict=True) if alike else ()
+        self._learn(call, [(enlarged(*each, cuts), each[-1]) for each in triples], alike)
+        return self._proved.issuperset(own) or are_alike(smaller_own, own)
 
 
 def _comparison(got: Any, want: Any) -> Comparison:

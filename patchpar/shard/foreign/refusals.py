@@ -7,6 +7,12 @@ from patchpar.shard.fingerprint import Fingerprint, fingerprint
 from patchpar.shard.verification_cache import VerificationCache
 
 MOST_LISTED = 3  # additions of other libraries
+TOO_LARGE = {
+    False: "nor is there one with fewer tokens that does",
+    True: "and the tensors that this code keeps from one call to the next are not those of a call with fewer tokens",
+}
+"""Why no smaller call is compared, by whether foreign code depends on tensors of the calls before."""
+OTHER_WORK = "and in a call with fewer tokens this code does something else"
 
 
 def untrusted(found: Fingerprint, verifications: VerificationCache | None) -> tuple[str, ...]:
@@ -28,17 +34,20 @@ def listed(names: tuple[str, ...]) -> str:
     return f"What was put into it ({'; '.join(names[:MOST_LISTED])}{more})"
 
 
-def without_plain_call(network: nn.Module, blamed: str, way_out: str, *, fits: bool) -> PatchparError:
-    """Return the error where some rank has no output of the plain call to compare with. `fits`: in its memory."""
-    if fits:
+def without_plain_call(network: nn.Module, blamed: str, way_out: str, memory: str = "") -> PatchparError:
+    """Return the error where some rank has no output of the plain call to compare with.
+
+    `memory`: why not of a smaller one, where it lacks the memory for the plain call.
+    """
+    if not memory:
         return UnsupportedModel(
             f"{blamed} keeps tensors of this rank's part from one call to the next, and now does what it did "
             f"not in its first call, so that the call cannot be compared with a plain one: {way_out}"
         )
     return PlanError(
         f"a plain call of {type(network).__name__}, with which calls that run code of another library or your own are "
-        f"compared, does not fit in the memory of every rank. {blamed}: verify=False leaves the comparison out, a "
-        "smaller image needs less memory"
+        f"compared, does not fit in the memory of every rank, {memory}. {blamed}: verify=False leaves the "
+        "comparison out, a smaller image needs less memory"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is compared of a network before every call: forwards, hooks, processors, modes, and factors of adapters.
+"""What is compared of a network before every call: forwards, hooks, processors, modes, adapters, and what is set.
 
 Guiders, and pipelines that are no part of diffusers, change these between two calls of one step, where nothing else
 tells that the network may have changed. All of the network is compared at the start of an image, which takes longer.
@@ -19,13 +19,19 @@ from patchpar.shard.hooks import hooks_of, is_ours, written_forward
 
 PROCESSOR = "processor"
 MODELS = "diffusers.models."  # whose functions attention processors call
+SET = (*PLAIN, list, tuple, dict)
+CONFIG = "_internal_dict"
+OF_ADAPTERS = FACTORS | {"_disable_adapters", "_active_adapter"}
+FREEU = ("s1", "s2", "b1", "b2")
+"""What `enable_freeu` sets on blocks, which have no such attributes before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedFacts:
-    """A network as a graph repeats it. `objects`: forwards that replace a module's own, and attention processors.
+    """A network as a graph repeats it. `objects`: forwards that replace a module's own, hooks, attention processors.
 
-    `evicted`: how much caches of its code have dropped, which a graph may read. `numbers`: modes, and factors.
+    `evicted`: how much caches of its code have dropped, which a graph may read. `numbers`: modes, factors, what
+    processors hold, and the configuration.
     """
 
     objects: tuple[Any, ...]
@@ -44,6 +50,7 @@ class NetworkFacts:
         self._kind: tuple[Hashable, ...] = ()
         self._objects: tuple[Any, ...] = ()
         self._factors: tuple[tuple[dict[str, Any], str], ...] = ()
+        self._held: tuple[dict[str, Any], ...] = ()  # by processors
 
     def renew(self) -> bool:
         """Find the modules anew, where they may have been replaced; return whether they are others than before."""
@@ -61,7 +68,9 @@ class NetworkFacts:
         """Return what a call depends on that is equal on all ranks: which hooks and processors there are."""
         if not self._modules:
             self.renew()
-        hooks = [(x.get("forward"), len(x["_forward_pre_hooks"]), len(x["_forward_hooks"])) for x in self._attributes]
+        hooks = [
+            (x.get("forward"), tuple(x["_forward_pre_hooks"]), tuple(x["_forward_hooks"])) for x in self._attributes
+        ]  # each hook has another number
         now = hooks, [getattr(module, PROCESSOR, None) for module in self._attending]
         if now != self._last:
             self._last = now
@@ -77,9 +86,17 @@ class NetworkFacts:
             tuple((number, getattr(forward, "__qualname__", "")) for number, forward in forwards),
             tuple(type(each).__qualname__ for each in processors),
         )
-        self._objects = (*(forward for _, forward in forwards), *processors)
-        owners = (*self._attributes, *(getattr(each, "__dict__", {}) for each in processors))
-        self._factors = tuple((owner, name) for owner in owners for name in FACTORS if name in owner)
+        hooks = (
+            x for module in self._modules for each in _torch_hooks(module) for x in each.values() if not is_ours(x)
+        )
+        self._objects = (*(forward for _, forward in forwards), *hooks, *processors)
+        blocks = [vars(each) for each in getattr(self._network, "up_blocks", ())]
+        self._factors = (
+            *((owner, name) for owner in self._attributes for name in OF_ADAPTERS if name in owner),
+            *((owner, name) for owner in blocks for name in FREEU),
+        )
+        objects = (each for each in processors if not isinstance(each, nn.Module))
+        self._held = tuple(getattr(each, "__dict__", {}) for each in objects)
 
     def captured(self) -> CapturedFacts:
         """Return the facts of a step that is captured now. Its `kind` has been read."""
@@ -91,8 +108,10 @@ class NetworkFacts:
         return same and captured.numbers == self._numbers() and captured.evicted == self._evicted()
 
     def _numbers(self) -> tuple[Any, ...]:
-        modes = sum(x["training"] for x in self._attributes)
-        return modes, tuple(_numbers_of(owner.get(name)) for owner, name in self._factors)
+        modes = bytes(x["training"] for x in self._attributes)
+        factors = tuple(_numbers_of(owner.get(name)) for owner, name in self._factors)
+        held = tuple((name, _numbers_of(x)) for each in self._held for name, x in each.items() if isinstance(x, SET))
+        return modes, factors, held, vars(self._network).get(CONFIG)
 
     def _evicted(self) -> tuple[int, ...]:
         counts = [each.cache_info() for each in self._caches]
@@ -111,8 +130,8 @@ def _torch_hooks(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
 
 def _numbers_of(factor: Any) -> Any:
     """Return a factor in a form that is compared; tensors are read where they lie."""
-    if type(factor) in (float, int):
-        return factor
+    if isinstance(factor, PLAIN):
+        return type(factor), factor
     if type(factor) is dict and all(type(x) in (float, int) for x in factor.values()):
         return tuple(factor.items())
     return baked(factor)

@@ -54,6 +54,7 @@ class StaleCache:
         self._passed: dict[str, int] = {}
         self.evaluation = 0
         self.attentions = 0  # attention exchange points run in this call
+        self.calls_left = 1  # calls of the step from this one on, as far as is known
         self.joins = False  # whether exchanges for the next step end with the call, as those in a graph have to
         self.parks = False  # whether buffers of calls of another form are kept, such as of another size
         self.measures_drift = False

@@ -207,6 +207,11 @@ def expected_bytes(layout: StaleLayout, layers: float) -> StaleBytes:
     return StaleBytes(round((one.held + layout.message_bytes) * layers) + shared, arriving)
 
 
+def of_calls(what: str, calls: int) -> str:
+    """Return what the layers of so many calls of a step keep, for messages."""
+    return what if calls == 1 else f"{what} of {calls} guidance calls"
+
+
 def check_room(expected: StaleBytes, group_size: int, device: torch.device, strategy: str, what: str) -> None:
     """Raise PlanError if `what` the layers of a call keep does not fit: on the CPU, of all ranks together."""
     ranks, free, memory = 1, free_bytes(device), f"of {device}"

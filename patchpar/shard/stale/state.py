@@ -96,6 +96,7 @@ class StaleState:
         call, clock = max(0, self.clock.call), self.clock
         is_another = self._constants.have_changed(call, arguments)
         usable = self.cache.begin(call, clock.evaluation, form)
+        self.cache.calls_left = clock.calls_left
         assert self.policy.warmup_steps is not None
         fresh = not usable or clock.step < self.policy.warmup_steps or self._is_to_be_fresh(call) or is_another
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)

@@ -1,18 +1,19 @@
 """A call of a split transformer that holds foreign code, and what runs it plainly for a comparison."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from patchpar.comm.pytree import with_own_lists
-from patchpar.shard.foreign.check import GuardedCall
 from patchpar.shard.foreign.cuts import Cut, token_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.step_caches import cache_of, caches_set_aside
 from patchpar.shard.transformer.attention_backend import BackendKernel, needing_torch_attention
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.transformer.verify import shaken_call
 from patchpar.shard.verification import Call, Forward
 
@@ -43,9 +44,22 @@ class TokenComparison(NamedTuple):
             exactly=partial(kept._compared, partial(self.exactly, self.forward)) if again else None,
             what=f"{type(self.network).__name__} with its tokens split between {ranks} ranks",
             shaken=kept._shaken,
+            smaller=partial(kept._smaller, ranks, form),
             mixed="tokens",
             way_out="use plan cfg=2 or data=N, which do not split the tokens",
         )
+
+    def _smaller(self, ranks: int, form: Any) -> Iterator[GuardedCall]:
+        """Yield such calls with fewer tokens."""
+        shard = self.shard()
+        assert shard is not None, "the call has been split"
+        for each in smaller_calls(CallArguments.of(self.network, *self.call), shard.plan.latent):
+            smaller = self._replace(call=(each.args, each.kwargs))
+            yield smaller.of(partial(smaller._split, shard), ranks, form)
+
+    def _split(self, shard: TransformerSharder) -> Any:
+        with shard.aside():
+            return self._compared(partial(self.exactly, self.forward))
 
     def _shaken(self, seed: int) -> Any:
         """Return the plain output for a latent that is changed by as much as rounding changes it."""

@@ -10,7 +10,8 @@ A compiled block is cut and joined outside the compiled graph, in which attentio
 whole. A compiled block that is not split gets whole tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -103,6 +104,16 @@ class TransformerSharder:
         finally:
             self.call.end()
             self.call = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Context of calls for their own sake: what is known of those of the image is put back."""
+        kept = self.ranges, self.grids, self._runs
+        self.grids, self._runs = {}, KnownRuns()
+        try:
+            yield
+        finally:
+            self.ranges, self.grids, self._runs = kept
 
     def begin(self) -> None:
         """Begin an image: the same number of tokens may lie in another grid."""

@@ -13,27 +13,24 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from patchpar.comm.collectives import AllGather
-from patchpar.comm.pytree import with_own_lists
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import refuse_wrapped, uncompiled
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.foreign.check import GuardedCall
-from patchpar.shard.foreign.cuts import band_cuts
 from patchpar.shard.group_offload import refuse_elsewhere
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.banded_maps import has_bands, with_own_bands
 from patchpar.shard.unet.discover import ExchangeSites, discover
+from patchpar.shard.unet.guard import WAY_OUT, BandComparison
 from patchpar.shard.unet.install import UNetSharder, compared_at_two_sizes, compared_predictions, first_tensor
 from patchpar.shard.unet.spatial_arguments import level_of, map_of, refuse_arguments
 from patchpar.shard.verification import Comparison, call_signature, fingerprint_of, kind_of_call, verify_once
 
 Kind = tuple[int, tuple[Hashable, ...]]
 """The dim along which a call is split, and its `kind_of_call`."""
-WAY_OUT = "use plan cfg=2 or data=N, which do not split the image"
 
 
 @dataclass(eq=False, repr=False)
@@ -77,21 +74,11 @@ class PatchedDenoiser(SharedDenoiser):
         split = partial(self._in_step, forward, (args, kwargs))
         if not self.foreign.is_needed or self.exchange != "on":
             return split()
-        kept, what = with_own_lists((args, kwargs)), f"the denoiser split into {self.patch.axis.size} bands"
-        plain = partial(self._plain, forward, *kept[0], **kept[1])
-        exactly = None if self.history is None else partial(self.exactly, forward, *args, **kwargs)
-        call = GuardedCall(
-            form=call_signature(kept, self.ignored),
-            split=split,
-            plain=plain,
-            cuts=partial(band_cuts, self.patch),
-            exactly=exactly,
-            what=what,
-            mixed="positions",
-            way_out=WAY_OUT,
-        )
+        plain, exactly = partial(self._plain, forward), partial(self.exactly, forward)
+        form, remembers = call_signature((args, kwargs), self.ignored), self.history is not None
+        found = BandComparison(plain, exactly, self._use_bands, self.patch, (args, kwargs), remembers, form)
         try:
-            return self.foreign.run(call)
+            return self.foreign.run(found.of(split))
         except (VerificationError, UnsupportedModel):
             self.restore()  # or the next call would find exchange points, and go ahead
             raise

@@ -5,6 +5,7 @@ verified.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
 from patchpar.shard.fingerprint import Fingerprint
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall, Run
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.unsupported_model import is_out_of_memory
 from patchpar.shard.verification import (
@@ -74,14 +76,15 @@ class GuidanceCheck:
         form, kept = call_signature(call), with_own_lists(call)
         before = self._watched.now() if self.foreign.is_needed and form not in self._seen else EMPTY
 
-        def compared() -> Any:
-            with caches_set_aside(self.denoiser):
-                return plain(*kept[0], **kept[1])
+        def smaller() -> Iterator[GuardedCall]:
+            for whole, own in self.carriers.smaller_parts(plain, kept, self.axis.rank):
+                yield replace(guarded, plain=self._set_aside(whole), split=self._set_aside(own), smaller=tuple)
 
         guarded = GuardedCall(
             form=form,
             split=split,
-            plain=compared,
+            plain=self._set_aside(lambda: plain(*kept[0], **kept[1])),
+            smaller=smaller,
             cuts=partial(branch_cuts, self.axis),
             exactly=self._nothing_to_compare if remembers and form in self._seen else None,
             divides=lambda: self.clock.branches > 1,
@@ -96,6 +99,15 @@ class GuidanceCheck:
             else:
                 self._verify(plain, call, joined)
         return joined
+
+    def _set_aside(self, run: Run) -> Run:
+        """Return a run in which no cache skips blocks."""
+
+        def without_cache() -> Any:
+            with caches_set_aside(self.denoiser):
+                return run()
+
+        return without_cache
 
     def _remember(self, form: Any, before: Fingerprint) -> None:
         self._seen.append(form)

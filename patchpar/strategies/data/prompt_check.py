@@ -7,8 +7,8 @@ No rank has the rows of the others, nor needs them: whatever they hold, ours mus
 treats each row alone. So nothing is sent, and only code of other libraries or of the user is compared.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,13 @@ from patchpar.comm.pytree import floats_in
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch, count_branches, sample_of
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import Cut
+from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.step_caches import cache_of, caches_set_aside
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.latent import name_of_latent
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.watched_network import WatchedNetwork
 from patchpar.strategies.data.split import PromptSlice
@@ -131,25 +135,33 @@ class PromptCheck:
                 f"to which: {WITHOUT}"
             )
 
-        def for_all() -> list[Tensor]:
+        def for_all(call: Call) -> list[Tensor]:
             args, kwargs = batch.at_rows(call, rows.sources(), rows.factors())
             with caches_set_aside(self.denoiser):
                 return rows.ours_in(floats_in(plain(*args, **kwargs)), by_item=batch.by_item)
+
+        def smaller() -> Iterator[GuardedCall]:
+            arguments = CallArguments.of(self.denoiser, *call)
+            for each in smaller_calls(arguments, name_of_latent(self.denoiser, arguments)):
+                own = partial(each.passed_to, plain)
+                yield replace(guarded, plain=partial(for_all, (each.args, each.kwargs)), split=own, smaller=tuple)
 
         exactly: Callable[[], Any] | None = None if self.is_alone else partial(plain, *call[0], **call[1])
         if cache_of(self.denoiser) is not None and form in self._seen:
             exactly = self._nothing_to_compare
         cut: Cut = rows.cut
-        return GuardedCall(
+        guarded = GuardedCall(
             form=form,
             split=split,
-            plain=for_all,
+            plain=partial(for_all, call),
+            smaller=smaller if cache_of(self.denoiser) is None else tuple,
             cuts=lambda: [cut],
             exactly=exactly,
             what=f"{type(self.denoiser).__name__} with {prompts.stop - prompts.start} of {prompts.total} prompts",
             mixed="prompts",
             way_out=WITHOUT,
         )
+        return guarded
 
     def _nothing_to_compare(self) -> Any:
         raise UnsupportedModel(

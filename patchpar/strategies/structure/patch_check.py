@@ -9,8 +9,8 @@ is. Two things would depend on the number of ranks, or mix patches:
 Teams, which compute a patch in bands, watch foreign code by themselves.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,12 @@ from torch import Tensor, nn
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import floats_in, with_own_lists
 from patchpar.plan.mesh import Axis
-from patchpar.shard.foreign.check import ForeignCheck, GuardedCall
+from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
+from patchpar.shard.foreign.guarded_call import GuardedCall
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.probe.latent import name_of_latent
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import WatchedNetwork
@@ -42,10 +46,17 @@ class PatchCall:
     branches: int
 
     def of_all(self) -> list[Tensor]:
-        """Return our branch of the plain call for all branches."""
+        """Return our branch, of any shape, of the plain call for all branches."""
         assert self.branch is not None
         args, kwargs = with_own_lists(self.whole)
         return [x.chunk(self.branches)[self.branch] for x in floats_in(self.plain(*args, **kwargs))]
+
+    def smaller(self, network: nn.Module) -> "Iterator[PatchCall]":
+        """Yield such calls for smaller patches of that network, the largest first."""
+        arguments = [CallArguments.of(network, *each) for each in (self.whole, self.own)]
+        for pair in zip(*(smaller_calls(each, name_of_latent(network, each)) for each in arguments), strict=False):
+            whole, own = ((each.args, each.kwargs) for each in pair)
+            yield replace(self, whole=whole, own=own)
 
     def of_own(self) -> Any:
         """Return the plain call for our branch."""
@@ -91,6 +102,7 @@ class PatchCheck:
             split=split,
             plain=call.of_all,
             cuts=partial(branch_cuts, axis),
+            smaller=partial(self._smaller, call),
             exactly=call.of_own,  # `split` may see other windows, or compute in bands
             divides=lambda: call.branch is not None,
             computes="another patch of the image",
@@ -98,6 +110,10 @@ class PatchCheck:
             mixed="guidance branches",
             way_out=WAY_OUT,
         )
+
+    def _smaller(self, call: PatchCall) -> Iterator[GuardedCall]:
+        """Yield the calls for smaller patches."""
+        return (self._guarded(each.of_own, each) for each in call.smaller(self._denoiser))
 
     def _is_inner_comparing(self) -> bool:
         return self._inner is not None and self._inner.is_comparing
