@@ -205,7 +205,7 @@ def test_products_of_fp8_are_recorded_by_their_inputs_and_twice_as_fast() -> Non
     with pytest.raises(PlanError, match="no rate of L20"):
         kernel_seconds(product, machine.device)
     costs = CostAssumptions(gap=0.0)
-    half = kernel_seconds(replace(product, dtype="bfloat16"), machine.device, costs)
+    half = kernel_seconds(product._replace(dtype="bfloat16"), machine.device, costs)
     assert kernel_seconds(product, with_fp8(machine).device, costs) == pytest.approx(half / 2)
 
 

@@ -89,7 +89,7 @@ def test_operations_of_ranks_end_and_take_no_less_than_messages(name: str, plan:
     parsed, kwargs = Plan.parse(plan), call_of(name, steps=3) | {"height": 128 if name == "sd" else 64, "width": 64}
     recording = Recording(tiny.build(name).pipe, parsed, kwargs, RecordOptions(joined=True))
     tapes = priced(ranks_of_image(parsed, recording.of_rank).tapes)
-    alone = [tuple(replace(each, operation=0) if isinstance(each, Send) else each for each in tape) for tape in tapes]
+    alone = [tuple(each._replace(operation=0) if isinstance(each, Send) else each for each in tape) for tape in tapes]
     assert replay(alone, cables).seconds <= replay(tapes, cables).seconds
     operations = [{each.operation for each in tape if isinstance(each, Send)} for tape in tapes]
     left = [{each.operation for each in tape if isinstance(each, Leave)} for tape in tapes]

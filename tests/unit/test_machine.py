@@ -211,9 +211,9 @@ def test_a_norm_of_narrow_rows_takes_as_long_as_their_blocks_of_threads() -> Non
     assert kernel_seconds(rms_norm(rows, 128), device) == pytest.approx(64 * 1.35e-6 + 2e-6)
     assert kernel_seconds(rms_norm(rows, 64), device) == kernel_seconds(rms_norm(rows, 128), device)
     wide = rms_norm(rows, 4096)
-    assert kernel_seconds(wide, device) == kernel_seconds(replace(wide, name="mul", dims=()), device)
+    assert kernel_seconds(wide, device) == kernel_seconds(wide._replace(name="mul", dims=()), device)
     compiled = kernel_seconds(rms_norm(rows, 128), device, COMPILED)
-    assert compiled == kernel_seconds(replace(rms_norm(rows, 128), name="mul", dims=()), device, COMPILED)
+    assert compiled == kernel_seconds(rms_norm(rows, 128)._replace(name="mul", dims=()), device, COMPILED)
 
 
 def test_norms_of_the_heads_of_flux_take_as_long_as_they_were_measured_to() -> None:
@@ -267,7 +267,7 @@ def test_weights_come_from_the_memory_and_activations_from_the_cache() -> None:
     product = Operator("mm", "float16", 2 * m * n * k, weight + others, (m, n, k))
     moving = weight / (0.8 * 2039e9) + others / 2167e9
     assert kernel_seconds(product, device) == pytest.approx(moving + 2e-6)
-    between = replace(product, name="bmm")
+    between = product._replace(name="bmm")
     assert kernel_seconds(between, device) < 0.95 * kernel_seconds(product, device)
 
 
@@ -301,7 +301,7 @@ def test_a_cache_is_no_faster_for_a_faster_memory() -> None:
     seconds = {name: kernel_seconds(cached, device_named(name)) for name in ("H100", "H200", "L40", "RTX4090")}
     assert seconds["H200"] == seconds["H100"]
     for name in ("L40", "RTX4090"):
-        beyond = kernel_seconds(replace(cached, num_bytes=100 * cached.num_bytes), device_named(name))
+        beyond = kernel_seconds(cached._replace(num_bytes=100 * cached.num_bytes), device_named(name))
         assert beyond > 4 * 100 * (seconds[name] - ASSUMED.gap)
 
 
@@ -315,7 +315,7 @@ def test_convolutions_in_fp32_have_the_rate_of_tf32_and_products_have_not(device
     rate = fraction * spec.flops["float32"]
     computing = product_seconds(convolution.flops, dims, processors(spec.processors, rate))
     assert kernel_seconds(convolution, spec, in_layout) == pytest.approx(computing / faster)
-    product = replace(convolution, name="mm")
+    product = convolution._replace(name="mm")
     assert kernel_seconds(product, spec, in_layout) == pytest.approx(computing * ASSUMED.convolution_fraction)
 
 

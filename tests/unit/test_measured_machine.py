@@ -81,7 +81,7 @@ def test_products_in_another_dtype_are_as_much_slower_as_one_of_them_was_measure
     device = replace(DEVICE, dtype="bfloat16", other_dtypes={"float32": 0.25})
     attention = Operator("attention", "bfloat16", 3 * 10**9, 8, (1024, 256, 64))
     for operator in (product(64, 64, 64, "bfloat16"), attention):
-        slower = replace(operator, dtype="float32")
+        slower = operator._replace(dtype="float32")
         assert device.seconds(slower) == pytest.approx(4 * device.seconds(operator))
     tape = (product(64, 64, 64, "bfloat16"), product(64, 64, 64), Operator("add", "float32", 0, 1000))
     assert len(Prices(device).of(tape)) == 1
@@ -96,12 +96,12 @@ def test_convolutions_in_another_dtype_have_a_rate_of_their_own() -> None:
         DEVICE, dtype="bfloat16", other_dtypes={"float32": 0.125}, other_convolutions={"float32": 0.5, "float64": 0.1}
     )
     half = Operator("convolution", "bfloat16", 2 * 1024 * 64 * 576, 10**6, (1024, 64, 576))
-    assert device.seconds(replace(half, dtype="float32")) == pytest.approx(2 * device.seconds(half))
+    assert device.seconds(half._replace(dtype="float32")) == pytest.approx(2 * device.seconds(half))
     assert "convolutions: 0.50 times as fast in float32, 0.10 times as fast in float64" in " ".join(
         ASSUMED.lines(device)
     )
     with pytest.raises(PlanError, match=r"convolution in float8.*tune --dtype float8"):
-        device.seconds(replace(half, dtype="float8_e4m3fn"))
+        device.seconds(half._replace(dtype="float8_e4m3fn"))
     with pytest.raises(PlanError, match="addmm in float64"):
         device.seconds(product(64, 64, 64, "float64"))
 
