@@ -130,7 +130,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def functions(self, *, joined: bool = False, attend: Callable[[AttentionCall], Tensor] | None = None) -> SdpaMode:
         """Return the mode for what it knows of functions. `joined`: some are one kernel, as on GPUs.
 
-        `attend` replaces its own.
+        `attend`, which returns [B, N, q, E], replaces its own.
         """
         if joined:
             return SdpaMode(attend or self.attend, self.on_gpus, FUNCTIONS | OF_NUMBERS)
