@@ -197,10 +197,7 @@ def plan_of(plan: object) -> Plan | None:
 
 def _devices_of(devices: object, plan: Plan | None) -> Devices:
     world = torchrun_world()
-    if world is not None:
-        found = of_torchrun(devices, world)
-    else:
-        found = resolve_devices_of_task(plan.world_size if plan is not None and devices == "auto" else devices)
+    found = of_torchrun(devices, world) if world is not None else resolve_devices_of_task(devices, plan)
     if plan is not None:
         plan.check_devices(len(found.names))
     return found
