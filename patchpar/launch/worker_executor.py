@@ -224,6 +224,8 @@ class WorkerExecutor(Executor):
                 if entry.divides is not None:
                     self._pool.bind(ranks, divided=entry.divides)
             except Exception as error:
+                if self._is_closed:
+                    raise
                 raise LaunchError(f"workers were restarted, but repeating {entry.method!r} failed: {error}") from error
             finally:
                 message.close()

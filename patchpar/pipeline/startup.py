@@ -26,6 +26,8 @@ ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
 TASKS = (None, "image-to-image", "inpainting")
 REFUSED_OPTIONS = {
+    "device": "devices= names them, as devices=2, 'cuda' or 'cuda:1'",
+    "strategy": "it is a part of the plan, as plan='patch=2,strategy=fresh-edges'",
     "device_map": "a plan divides the work between devices, and with weights=sharded or hosted the memory: pass plan=",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",
 }

@@ -12,7 +12,7 @@ SAMPLE_ON_CPU = "let the CPU sample it, generator=torch.Generator().manual_seed(
 def generators_of(kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> list[Any]:
     """Return every torch.Generator among the arguments, in order, also those in lists."""
     lists = (value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values()))
-    return [item for each in lists for item in each if _is_generator(item)]
+    return [item for each in lists for item in each if is_generator(item)]
 
 
 def refuse_shared(generators: Sequence[Any], parts: Sequence[slice]) -> None:
@@ -30,5 +30,6 @@ def refuse_shared(generators: Sequence[Any], parts: Sequence[slice]) -> None:
             )
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
+    """Return whether this is a torch.Generator."""
     return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"

@@ -253,6 +253,24 @@ def test_closing_from_another_thread_ends_a_call():
     assert all_gone(pids)
 
 
+def test_closing_while_a_call_is_repeated_on_a_new_worker():
+    executor = LocalExecutor(["cpu"], PLAIN)
+    executor.call("sleep", 3.0, replay=True)
+    os.kill(executor.pids[0], signal.SIGKILL)
+    assert all_gone(executor.pids)
+
+    def close_in_the_call():
+        while not executor._pool._ready & executor._pool._busy:
+            time.sleep(0.01)
+        executor.close()
+
+    closes = threading.Thread(target=close_in_the_call)
+    closes.start()
+    with pytest.raises(LaunchError, match=r"^the workers were closed during the call, by close\(\)$"):
+        executor.call("rank")
+    closes.join()
+
+
 def interrupt_in(where, monkeypatch):
     """Let the next call of a method of workers be interrupted; the list that is returned is empty afterwards."""
     whole, interrupts = getattr(WorkerProcess, where), [KeyboardInterrupt]
