@@ -161,7 +161,7 @@ def test_the_call_is_made_again_once_only(single, restarts, monkeypatch):
         os.kill(single.pids[0], signal.SIGKILL)
         assert all_gone(single.pids)
 
-    with monkeypatch.context() as patch, killed_before_they_read(single.pids):
+    with monkeypatch.context() as patch:
         patch.setattr(single, "_make_ready", dies_again)
         with pytest.raises(WorkerDied, match=NOT_BEGUN) as caught:
             single.call("rank")
