@@ -17,7 +17,7 @@ from patchpar.models.task import ANY_PROMPT
 from patchpar.pipeline.step_callbacks import OLD_NAMES, ON_STEP_END
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.shard.generators import SAMPLE_ON_CPU, generators_of, is_generator
+from patchpar.shard.generators import SAMPLE_ON_CPU, check_generator, generators_of
 from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
@@ -93,21 +93,10 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     for name in SIDES:
         if kwargs.get(name) is not None:
             check_side(name, kwargs[name], model.size_unit)
-    _check_generator(kwargs.get("generator"))
+    check_generator(kwargs.get("generator"))
     callback = kwargs.get(ON_STEP_END)
     if callback is not None and not callable(callback):
         raise PlanError(f"{ON_STEP_END}={callback!r:.80} is no function: give one of (pipe, step, timestep, tensors)")
-
-
-def _check_generator(value: Any) -> None:
-    """Raise PlanError for what diffusers cannot sample noise with."""
-    given = value if isinstance(value, list) else [value]
-    if not all(each is None or is_generator(each) for each in given):
-        seed = value if is_whole(value, 0) else 0
-        raise PlanError(
-            f"generator={value!r:.80}: give a torch.Generator, as torch.Generator().manual_seed({seed}), or a list of "
-            "them, one for each image"
-        )
 
 
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
