@@ -79,7 +79,14 @@ class WorkerError(PatchparError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended before it had finished, or was ended, since its device has failed."""
+    """A worker process ended before it had finished, or was ended, since its device has failed.
+
+    `begun`: whether a rank had begun the call, or may have.
+    """
+
+    def __init__(self, message: str = "", *, rank: int | None = None, cause: str = "", begun: bool = True) -> None:
+        super().__init__(message, rank=rank, cause=cause)
+        self.begun = begun
 
 
 class WorkerHung(WorkerError):

@@ -29,7 +29,7 @@ from patchpar.cli.folded_help import more
 from patchpar.cli.pipeline_changes import LoraFlag
 from patchpar.cli.stream.flags import is_streamed
 from patchpar.errors import PlanError
-from patchpar.launch.devices import resolve_devices
+from patchpar.launch.devices import devices_of_plan, resolve_devices
 from patchpar.plan.scalars import whole_in
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def _names(request: ServeFlags, plan: object) -> tuple[str, ...]:
     """Return the names of the devices; with a plan and "auto", as many as the plan takes."""
     refuse_torchrun("serve")
     count = getattr(plan, "world_size", None) if request.devices == "auto" else None
-    return resolve_devices(count or request.devices).names
+    return (resolve_devices(request.devices) if count is None else devices_of_plan(plan, count)).names
 
 
 def _announce(route: str, url: str, seconds: float) -> None:

@@ -49,6 +49,15 @@ class Devices:
         return RAY in self.names
 
 
+def devices_of_plan(plan: object, world_size: int) -> Devices:
+    """Return as many devices as a plan takes. Raises PlanError that names the plan if there are fewer."""
+    try:
+        return _from_number(world_size)
+    except PlanError as error:
+        reason = str(error).partition(": ")[2]
+        raise PlanError(f"plan {plan} takes {world_size} devices: {reason}") from error
+
+
 def resolve_devices(devices: object = "auto") -> Devices:
     """Return the devices that `devices` names.
 

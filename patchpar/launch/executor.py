@@ -212,7 +212,8 @@ class Executor(ABC):
         behind `ranks`. A call with `replay` is one on all ranks.
         Under torchrun all ranks take part, and only this rank's result is known; the others are None. Events of a rank
         arrive in order, in the caller's thread, and all before this returns. `on_start` gets the function that sends
-        messages to ranks during the call; not available under torchrun.
+        messages to ranks during the call; not available under torchrun. It gets another one if workers ended before any
+        began the call: others are started then, as before a call, unless the caller has sent a value.
         `is_cancelled` is asked while the call waits for its ranks (after `wake`), and several times a second while it
         runs: it then ends at the ranks' next pause point, with CallCancelled. Not under torchrun.
         `replay`: repeat this call whenever workers are restarted (loading a model, adding a LoRA). A dotted name says

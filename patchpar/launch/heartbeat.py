@@ -1,12 +1,13 @@
 """Heartbeats in shared memory: the last exchange point of a rank, readable also when it hangs or has been killed.
 
-    page:  [count][offset][waits][work][stream][moved: u64 each] [length: u16, text] [length: u16, text] ...
-                     |_______________________________________________________^
+    page:  [count][offset][waits][work][stream][moved][begun: u64 each] [length: u16, text] [length: u16, text] ...
+                     |______________________________________________________________^
 
 A rank counts its heartbeats and stores the offset of the text of the last one. Worker and caller both map the page, an
 anonymous file. A text is written once, when it is first used, so that a heartbeat costs two stores. `waits` is not 0
 while the rank waits for another, `stream` is not while the stream of its GPU does; `work` is its processor time in ms,
 as of the last ping that it answered. `moved` counts parts of long messages that have come or gone while it waits.
+`begun` is the number of the latest request that it has begun.
 """
 
 import mmap
@@ -16,8 +17,8 @@ import struct
 from patchpar.launch.hang_detection import RankActivity
 
 PAGE_BYTES = 256 * 1024  # unused pages take no memory
-HEAD = struct.Struct("<QQQQQQ")
-COUNT, OFFSET, WAITS, WORK, STREAM, MOVED = range(6)
+HEAD = struct.Struct("<QQQQQQQ")
+COUNT, OFFSET, WAITS, WORK, STREAM, MOVED, BEGUN = range(7)
 LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
@@ -41,6 +42,10 @@ class Heartbeat:
         self._count += 1
         self._head[OFFSET] = offset
         self._head[COUNT] = self._count
+
+    def begin(self, request: int) -> None:
+        """Store the number of a request that begins."""
+        self._head[BEGUN] = request
 
     def show_work(self) -> None:
         """Store the processor time of this process, with all its threads and the children that it has reaped."""
@@ -101,6 +106,10 @@ class HeartbeatReader:
         """The text of the last heartbeat; empty before the first."""
         return _text(self._page).decode(errors="replace")
 
+    def has_begun(self, request: int) -> bool:
+        """Return whether the rank has begun this request, or a later one."""
+        return bool(HEAD.unpack_from(self._page, 0)[BEGUN] >= request)
+
     def close(self) -> None:
         """Unmap the page, for a rank that could not be started. Otherwise it is unmapped with this object."""
         self._page.close()
@@ -126,6 +135,10 @@ class SentHeartbeat:
         """The text of the last heartbeat; empty before the first."""
         return self._last[HEAD.size :].decode(errors="replace")
 
+    def has_begun(self, request: int) -> bool:
+        """Return True: a rank that has died since its last message may have begun any request."""
+        return True
+
 
 def _text(page: mmap.mmap) -> bytes:
     """Return the text of the last heartbeat on a page; empty before the first."""
@@ -137,5 +150,5 @@ def _text(page: mmap.mmap) -> bytes:
 
 
 def _activity(page: bytes | mmap.mmap) -> RankActivity:
-    count, _, waits, work, stream, moved = HEAD.unpack_from(page, 0)
+    count, _, waits, work, stream, moved, _ = HEAD.unpack_from(page, 0)
     return RankActivity(beats=count, work=work / 1000, waits=waits > 0 or stream > 0, moved=moved)

@@ -14,6 +14,9 @@ from patchpar.errors import PlanError
 from patchpar.launch.pickling import INLINE_BYTES, BlockPickler
 from patchpar.launch.shared_blocks import SharedBlock, SharedBlockWriter
 
+SET, APPLY = "set", "apply"
+"""Methods of engines that hold a pipeline: set one of its attributes, call one of its methods."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMessage:
@@ -83,23 +86,31 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
     except MemoryError:
         raise
     except Exception as error:
-        for name, value in _arguments(args, kwargs):
+        for name, value in _arguments(method, args, kwargs):
             if reason := _reason_against(value):
                 name, value = _narrowed(name, value)
                 raise PlanError(
-                    f"{method}: {name} (a {type(value).__name__}) cannot be sent to worker processes: {reason}"
+                    f"{name} (a {type(value).__name__}) cannot be sent to worker processes: {reason}"
                 ) from error
         raise
 
 
-def _arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the arguments of a call by name. A dict among them holds those of the call of a pipeline."""
+def _arguments(method: str, args: Sequence[Any], kwargs: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the arguments of a call by name. A dict among them holds those of the call of a pipeline.
+
+    SET and APPLY have the path of an attribute of the pipeline first, and then its value, or the arguments for it.
+    """
+    if method == SET:
+        yield f"pipe.{args[0]}", args[1]
+        return
+    if method == APPLY:
+        method, args = f"pipe.{args[0]}()", [*args[1], *args[2:]]
     for number, value in enumerate(args):
         if isinstance(value, dict) and all(isinstance(name, str) for name in value):
-            yield from ((f"argument {name!r}", each) for name, each in value.items())
+            yield from ((f"{method}: argument {name!r}", each) for name, each in value.items())
         else:
-            yield f"argument {number + 1}", value
-    yield from ((f"argument {name!r}", value) for name, value in kwargs.items())
+            yield f"{method}: argument {number + 1}", value
+    yield from ((f"{method}: argument {name!r}", value) for name, value in kwargs.items())
 
 
 def _narrowed(name: str, value: object) -> tuple[str, object]:

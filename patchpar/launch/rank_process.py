@@ -20,6 +20,9 @@ class ActivitySource(Protocol):
     def where(self) -> str:
         """The text of the last heartbeat; empty before the first."""
 
+    def has_begun(self, request: int) -> bool:
+        """Return whether the rank has begun this request, as far as can be known: if not, it has not."""
+
 
 class RankProcess(Protocol):
     """The process of one rank."""

@@ -11,6 +11,7 @@ from patchpar.launch.remote_errors import RemoteError
 from patchpar.launch.request_loop import RequestOutcome
 
 STACK_SECONDS = 0.3  # for a hung worker to print its stack
+NEXT = "the next call starts a new one."
 
 
 def error_of(outcome: RequestOutcome, workers: Mapping[int, RankProcess], limits: HangLimits) -> Exception | None:
@@ -71,7 +72,10 @@ def _is_spoilt(failure: RemoteError) -> bool:
 def _died(outcome: RequestOutcome, workers: Mapping[int, RankProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
-    return WorkerDied(f"{worker} {end}; {worker.last_exchange_point()}.{worker.last_output()}", rank=worker.rank)
+    idle = worker.rank in outcome.unbegun
+    where = f"before it began this call; {NEXT}" if idle else f"{worker.last_exchange_point()}."
+    text = f"{worker} {end}; {where}{worker.last_output()}"
+    return WorkerDied(text, rank=worker.rank, begun=not outcome.is_untouched([*workers]))
 
 
 def _without_device(worker: RankProcess, outcome: RequestOutcome) -> WorkerDied:

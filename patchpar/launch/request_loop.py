@@ -59,6 +59,8 @@ class RequestOutcome:
     aborted: Exception | None = None  # what the caller's on_ask raised
     held: dict[int, int] = field(default_factory=dict)  # pause points that each rank had passed, if it is cancelled
     unwound: list[int] = field(default_factory=list)
+    unbegun: list[int] = field(default_factory=list)  # had not begun the request at its end
+    has_sent: bool = False  # whether the caller has sent a value to a rank
 
     def is_over(self, rank: int) -> bool:
         """Return whether a rank has answered or died."""
@@ -68,6 +70,10 @@ class RequestOutcome:
     def has_failed(self) -> bool:
         """Whether the request can no longer succeed."""
         return bool(self.failures or self.died or self.aborted)
+
+    def is_untouched(self, ranks: Sequence[int]) -> bool:
+        """Return whether nothing has come of the request, so that it can be made again on other workers."""
+        return not self.has_sent and set(self.unbegun) == {*ranks}
 
 
 class RequestLoop:
@@ -118,7 +124,11 @@ class RequestLoop:
                 now = time.monotonic()
                 self._pass_time(min(now - last, LONGEST_STEP))
                 last = time.monotonic()
+        self._outcome.unbegun = [each.rank for each in self._workers.values() if not self._has_begun(each)]
         return self._outcome
+
+    def _has_begun(self, worker: RankProcess) -> bool:
+        return worker.heartbeat.has_begun(self._request)
 
     def _record_states(self) -> None:
         """Record the state of every rank at the end."""
@@ -238,6 +248,7 @@ class RequestLoop:
     def _send_value(self, rank: int, value: object) -> None:
         """Send a value to a rank; thread-safe. A closed channel is ignored here, since `run` notices it."""
         message = encode(value)
+        self._outcome.has_sent = True
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self._workers[rank].channel.send(ChannelFrame(FrameKind.MESSAGE, self._request, message))
         message.close()

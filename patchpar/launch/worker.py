@@ -249,6 +249,7 @@ class Worker:
 
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request
+        self._context.heartbeat.begin(request)
         self._context.pause_points.begin(request)
         try:
             kind, message = FrameKind.RESULT, _encode("what it returned", work())

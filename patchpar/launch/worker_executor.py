@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from patchpar.errors import LaunchError, PlanError, WorkerError
+from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError
 from patchpar.launch.executor import Callbacks, EngineCall, Executor
 from patchpar.launch.fork_guard import check_owner
 from patchpar.launch.messages import EncodedMessage, encode_call
@@ -67,22 +67,32 @@ class WorkerExecutor(Executor):
         self._refuse(call)
         message = encode_call(call.method, call.args, call.kwargs, call.expected)
         try:
-            with self._ready_ranks(call) as ranks:
-                if call.divides:  # also if it fails half-way
-                    self._pool.bind(ranks, divided=True)
-                try:
-                    result = self._run(ranks, message, call.callbacks, call.expected)
-                except WorkerError:  # not all ranks raised alike: some may have changed, as a later call would not know
-                    if call.replay:
-                        self._pool.drop(ranks)
+            try:
+                return self._call_once(call, message)
+            except WorkerDied as error:  # ended just before the call: as those that have been found dead before one
+                if error.begun or self._is_closed:
                     raise
-                if call.divides is False:
-                    self._pool.bind(ranks, divided=False)
-                if call.replay:
-                    self._keep(call, message)
-                return result
+                log.warning("rank %s had ended before it began %r; restarting it", error.rank, call.method)
+                return self._call_once(call, message)
         finally:
             message.close()
+
+    def _call_once(self, call: EngineCall, message: EncodedMessage) -> list[Any]:
+        """Make the call on workers that are ready. Raises as `Executor.call` does."""
+        with self._ready_ranks(call) as ranks:
+            if call.divides:  # also if it fails half-way
+                self._pool.bind(ranks, divided=True)
+            try:
+                result = self._run(ranks, message, call.callbacks, call.expected)
+            except WorkerError:  # not all ranks raised alike: some may have changed, as a later call would not know
+                if call.replay:
+                    self._pool.drop(ranks)
+                raise
+            if call.divides is False:
+                self._pool.bind(ranks, divided=False)
+            if call.replay:
+                self._keep(call, message)
+            return result
 
     @contextmanager
     def _ready_ranks(self, call: EngineCall) -> Iterator[tuple[int, ...]]:
@@ -214,6 +224,8 @@ class WorkerExecutor(Executor):
                 if entry.divides is not None:
                     self._pool.bind(ranks, divided=entry.divides)
             except Exception as error:
+                if self._is_closed:
+                    raise
                 raise LaunchError(f"workers were restarted, but repeating {entry.method!r} failed: {error}") from error
             finally:
                 message.close()

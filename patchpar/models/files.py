@@ -116,11 +116,11 @@ def _way_of_a_file(path: Path) -> str:
 
 
 def path_of(text: str | Path) -> Path:
-    """Return a path, `~` expanded. Raises PlanError for one that cannot be: too long, or of an unknown user."""
+    """Return a path, `~` expanded. Raises PlanError for one that cannot be: too long, of an unknown user, no text."""
     try:
         path = Path(text).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise PlanError(f"{str(text)!r:.200} is no valid path: {why}") from error
     return path

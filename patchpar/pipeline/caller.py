@@ -28,7 +28,7 @@ from patchpar.pipeline.messages import (
 )
 from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
-from patchpar.pipeline.step_callbacks import CallbackTensors, refuse_for_some_prompts
+from patchpar.pipeline.step_callbacks import CallbackTensors, checked_answer, refuse_for_some_prompts
 from patchpar.pipeline.stragglers import StragglerMonitor
 from patchpar.plan.plan import Plan
 from patchpar.shard.torch_switches import TorchModes
@@ -222,7 +222,7 @@ class CallController:
         self._facts, self.changes = dict(end.facts), []
         self._thread = threading.get_ident()
         try:
-            answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
+            answer = checked_answer(self._callback(self._owner, end.step, end.timestep, end.tensors))
         finally:
             self._thread = None
         tensors = given.changed(answer)

@@ -1,8 +1,11 @@
 """The description of a pipeline that a rank holds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from patchpar.errors import PlanError
 from patchpar.models.guiders import guider_branches
 from patchpar.models.info import PipelineInfo, describe, networks_of
 from patchpar.strategies.data.split import why_one_batch
@@ -21,6 +24,27 @@ def set_by_attributes(pipe: Any) -> dict[str, Any]:
         "one_batch_reason": why_one_batch(pipe),
         "guider_branches": guider_branches(pipe),
     }
+
+
+@contextmanager
+def set_if_described(owner: Any, attribute: str, value: Any, path: str) -> Iterator[None]:
+    """Set an attribute of a pipeline or a network; set it back if the pipeline cannot be described with it then.
+
+    Raises PlanError with its `path` and the reason, and what setting it raises itself.
+    """
+    had = attribute in vars(owner)
+    before = getattr(owner, attribute) if had else None
+    setattr(owner, attribute, value)
+    try:
+        yield
+    except Exception as error:
+        if had:
+            setattr(owner, attribute, before)
+        else:
+            delattr(owner, attribute)
+        raise PlanError(
+            f"pipe.{path} cannot be {value!r:.80} ({type(error).__name__}: {error}), and is what it was"
+        ) from error
 
 
 def has_its_networks(pipe: Any, known: PipelineInfo) -> bool:

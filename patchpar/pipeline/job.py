@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from patchpar.errors import CallCancelled, CallSuspended, PatchparError, PlanError, UnsupportedModel, VerificationError
@@ -24,6 +24,7 @@ from patchpar.pipeline.call_journal import CallJournal
 from patchpar.pipeline.call_placement import CallPlacement
 from patchpar.pipeline.caller import CallController, output_of
 from patchpar.pipeline.caller_random import move_generators_on
+from patchpar.pipeline.job_progress import JobProgress, job_in_words
 from patchpar.pipeline.measured_ratio import measured_seconds, with_measured_ratio
 from patchpar.pipeline.messages import CallResult, TensorBytes
 from patchpar.pipeline.recovery import Recovery
@@ -33,14 +34,6 @@ from patchpar.pipeline.suspended_call import SuspendedCall, restore_states, stat
 from patchpar.plan.plan import MEASURED, Plan
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobProgress:
-    """Finished denoising steps of a call, and how many it has; 0 of 0 before the first."""
-
-    step: int = 0
-    steps: int = 0
 
 
 class PipelineJob:
@@ -62,6 +55,9 @@ class PipelineJob:
         """Statistics of the call, once it has ended."""
         self.reason = "as requested"
         """Why it has its plan."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, {job_in_words(self._future, self.progress, self._ranks)}>"
 
     @property
     def progress(self) -> JobProgress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from patchpar.errors import PlanError
 from patchpar.launch.host_memory import FreeMemory
 from patchpar.pipeline.notebook_html import html_of_plan
 from patchpar.pipeline.report import Run
@@ -48,6 +49,8 @@ class ObservedCalls:
 
     @on_step.setter
     def on_step(self, function: Callable[[int, int], object] | None) -> None:
+        if function is not None and not callable(function):
+            raise PlanError(f"on_step={function!r:.80} is no function: give one of (step, steps), or None")
         self._state.on_step = function
 
     @property

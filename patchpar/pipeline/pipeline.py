@@ -292,6 +292,7 @@ class ParallelPipeline(ObservedCalls, ReleasedRanks):
             executor.close()
 
     def __enter__(self) -> ParallelPipeline:
+        _ = self._executor  # raises PlanError for a pipeline that is closed
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,14 +21,14 @@ from torch import nn
 from patchpar.comm.transport import form_groups, watched
 from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.launch.host_memory import FreeMemory
-from patchpar.models.info import PipelineInfo, is_name_of_denoiser, refuse_compiled
+from patchpar.models.info import PipelineInfo
 from patchpar.models.ip_adapters import with_checked_sources
 from patchpar.models.loading import prepare_pipeline
 from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.adapter_selection import AdapterSelection
 from patchpar.pipeline.call_recorder import recorder_for
 from patchpar.pipeline.caller_values import holds_network, of_method_on, refuse_networks
-from patchpar.pipeline.description import described, has_its_networks, set_by_attributes
+from patchpar.pipeline.description import described, has_its_networks, set_by_attributes, set_if_described
 from patchpar.pipeline.encoder_placement import EncoderPlacement
 from patchpar.pipeline.failed_methods import done_or_undone
 from patchpar.pipeline.held_weights import HeldWeights, refuse_without_memory, warn_without_room
@@ -39,6 +39,7 @@ from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.pipeline.rank_connection import RankConnection
 from patchpar.pipeline.rank_random import MethodRandom, own_part, random_state, shared_noise, taken_random_state
 from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.set_network import refuse_as_denoiser
 from patchpar.pipeline.state_changes import change_of
 from patchpar.pipeline.step_callbacks import OLDER, ON_STEP_END
 from patchpar.pipeline.torchrun_sync import TorchrunSync
@@ -148,13 +149,12 @@ class PipelineRunner:
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> PipelineInfo:
         """Set an attribute of the pipeline, or "vae.attribute" of a network; return the description of the pipeline."""
         owner, _, attribute = name.rpartition(".")
-        if self.context.world_size > 1 and is_name_of_denoiser(name):
-            refuse_compiled(value)
+        refuse_as_denoiser(name, value, is_alone=self.context.world_size == 1)
         if owner or isinstance(value, nn.Module):  # which may replace a hooked module; the next call installs hooks
             self.restore(name.partition(".")[0])
-        setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        anew = self._described_anew(always=isinstance(value, nn.Module))  # which may be of other sizes
-        return anew or replace(self._described, **set_by_attributes(self.pipe))
+        with set_if_described(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value, name):
+            anew = self._described_anew(always=isinstance(value, nn.Module))  # which may be of other sizes
+            return anew or replace(self._described, **set_by_attributes(self.pipe))
 
     def _described_anew(self, *, always: bool = False) -> PipelineInfo | None:
         """Return the description of the pipeline, or None if its networks are of the same classes as before."""

@@ -26,6 +26,8 @@ ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
 TASKS = (None, "image-to-image", "inpainting")
 REFUSED_OPTIONS = {
+    "device": "devices= names them, as devices=2, 'cuda' or 'cuda:1'",
+    "strategy": "it is a part of the plan, as plan='patch=2,strategy=fresh-edges'",
     "device_map": "a plan divides the work between devices, and with weights=sharded or hosted the memory: pass plan=",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",
 }
@@ -197,10 +199,7 @@ def plan_of(plan: object) -> Plan | None:
 
 def _devices_of(devices: object, plan: Plan | None) -> Devices:
     world = torchrun_world()
-    if world is not None:
-        found = of_torchrun(devices, world)
-    else:
-        found = resolve_devices_of_task(plan.world_size if plan is not None and devices == "auto" else devices)
+    found = of_torchrun(devices, world) if world is not None else resolve_devices_of_task(devices, plan)
     if plan is not None:
         plan.check_devices(len(found.names))
     return found

@@ -85,6 +85,18 @@ def _is_uncounted(value: Any) -> bool:
     return hasattr(value, "is_inference") and bool(value.is_inference())
 
 
+def checked_answer(answer: Any) -> Mapping[str, Any]:
+    """Return what a callback has returned. Raises PlanError unless it is a dict, or nothing."""
+    if answer is None:
+        return {}
+    if not isinstance(answer, Mapping):
+        raise PlanError(
+            f"callback_on_step_end has returned {answer!r:.80}, of type {type(answer).__name__}: return the dict of "
+            "tensors that it gets, or one of those that it has changed, or nothing"
+        )
+    return answer
+
+
 def refuse_for_some_prompts(changed: Collection[str], groups: int) -> None:
     """Raise PlanError for tensors that a callback has `changed`, of which it got those of the first group only."""
     if changed and groups > 1:

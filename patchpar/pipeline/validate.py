@@ -14,10 +14,10 @@ from patchpar.models.info import DENOISERS, NAMED_FOR_GUIDANCE, PipelineInfo, re
 from patchpar.models.size_grid import check_side
 from patchpar.models.split_facts import SplitFacts
 from patchpar.models.task import ANY_PROMPT
-from patchpar.pipeline.step_callbacks import OLD_NAMES
+from patchpar.pipeline.step_callbacks import OLD_NAMES, ON_STEP_END
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import is_whole, plain
-from patchpar.shard.generators import SAMPLE_ON_CPU, generators_of
+from patchpar.shard.generators import SAMPLE_ON_CPU, check_generator, generators_of
 from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.piped import PipedStages
 from patchpar.strategies.structure.options import StructureGuidance
@@ -93,6 +93,10 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     for name in SIDES:
         if kwargs.get(name) is not None:
             check_side(name, kwargs[name], model.size_unit)
+    check_generator(kwargs.get("generator"))
+    callback = kwargs.get(ON_STEP_END)
+    if callback is not None and not callable(callback):
+        raise PlanError(f"{ON_STEP_END}={callback!r:.80} is no function: give one of (pipe, step, timestep, tensors)")
 
 
 def warn_of_unknown_words(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:

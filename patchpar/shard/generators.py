@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
 
 SAMPLE_ON_CPU = "let the CPU sample it, generator=torch.Generator().manual_seed(...), or use equal GPUs"
 """What to do where GPUs of different kinds would sample different noise."""
@@ -13,6 +14,17 @@ def generators_of(kwargs: Mapping[str, Any], args: Sequence[Any] = ()) -> list[A
     """Return every torch.Generator among the arguments, in order, also those in lists."""
     lists = (value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values()))
     return [item for each in lists for item in each if _is_generator(item)]
+
+
+def check_generator(value: Any) -> None:
+    """Raise PlanError for what diffusers cannot sample noise with."""
+    given = value if isinstance(value, list) else [value]
+    if not all(each is None or _is_generator(each) for each in given):
+        seed = value if is_whole(value, 0) else 0
+        raise PlanError(
+            f"generator={value!r:.80}: give a torch.Generator, as torch.Generator().manual_seed({seed}), or a list of "
+            "them, one for each image"
+        )
 
 
 def refuse_shared(generators: Sequence[Any], parts: Sequence[slice]) -> None:

@@ -19,7 +19,7 @@ import torch
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from patchpar import PlanError
-from patchpar.pipeline.job import JobProgress
+from patchpar.pipeline.job_progress import JobProgress
 from patchpar.serving.http.application import application
 from patchpar.serving.service import ImageService
 from patchpar.serving.settings import ServerSettings

@@ -9,6 +9,7 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.launch import accelerators, devices
 from patchpar.launch.devices import of_torchrun, resolve_devices
+from patchpar.launch.slurm import resolve_devices_of_task
 from patchpar.pipeline.startup import _devices_of
 from patchpar.plan.plan import Plan
 
@@ -96,6 +97,14 @@ def test_a_gpu_is_shared_only_on_request(three_gpus, asked):
     assert found.names == ("cuda:0", "cuda:0")
     assert "shared" in found.note
     assert "shared" not in resolve_devices("cuda").note
+
+
+def test_a_plan_for_more_devices_than_there_are_is_named(no_gpu):
+    says = r"^plan patch=64\S* takes 64 devices: between 1 and 16 CPU workers can run on 2 cores"
+    with pytest.raises(PlanError, match=says):
+        resolve_devices_of_task("auto", Plan(patch=64))
+    assert resolve_devices_of_task("auto", Plan(patch=2)).names == ("cpu", "cpu")
+    assert resolve_devices_of_task("cpu:3", Plan(patch=2)).names == ("cpu", "cpu", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from patchpar.launch.worker_executor import MAX_FAILED_STARTS, PAUSE_SECONDS
 from tests.breadth import first_of
 from tests.launch.conftest import DEADLINE, PLAIN, all_gone
 from tests.launch.plain import Strange
+
+NOT_BEGUN = r"SIGKILL.*before it began this call; the next call starts a new one"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,53 @@ def test_a_worker_that_died_while_idle_is_replaced(single, restarts):
     assert all_gone(single.pids)
 
 
+@contextmanager
+def killed_before_they_read(pids):
+    """Stops workers, so that they do not read the call that is made here, and kills them half a second later."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    killers = [threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)) for pid in pids]
+    for killer in killers:
+        killer.start()
+    yield
+    for killer in killers:
+        killer.join()
+
+
+def test_workers_that_die_before_any_has_begun_the_call_are_replaced(pool, restarts):
+    with killed_before_they_read(pool.pids):
+        assert pool.call("echo", 7) == [((7,), {}), ((7,), {})]
+
+
+def test_the_call_is_made_again_once_only(single, restarts, monkeypatch):
+    single.call("rank")
+    make_ready = single._make_ready
+
+    def dies_again(ranks):
+        make_ready(ranks)
+        os.kill(single.pids[0], signal.SIGKILL)
+        assert all_gone(single.pids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(single, "_make_ready", dies_again)
+        with pytest.raises(WorkerDied, match=NOT_BEGUN) as caught:
+            single.call("rank")
+    assert not caught.value.begun
+
+
+def test_a_call_that_another_rank_has_begun_is_not_made_again(pool):
+    """It may have changed what it was to change."""
+    with killed_before_they_read(pool.pids[1:]), pytest.raises(WorkerDied, match=rf"rank 1 .*{NOT_BEGUN}"):
+        pool.call("load", "something else")
+    assert pool.call("add_up", 1) == [3.0, 3.0]
+
+
+def test_a_call_with_values_from_the_caller_is_not_made_again(single, restarts):
+    """They went to the worker that is lost."""
+    with killed_before_they_read(single.pids), pytest.raises(WorkerDied, match=NOT_BEGUN):
+        single.call("rank", on_start=lambda send: send(0, "a value"))
+
+
 def test_a_worker_that_hangs_is_named_within_the_deadline(pool, restarts):
     start = time.monotonic()
     with pytest.raises(WorkerHung) as caught:
@@ -201,6 +251,24 @@ def test_closing_from_another_thread_ends_a_call():
         executor.call("sleep", 30)
     assert time.monotonic() - start < 20
     assert all_gone(pids)
+
+
+def test_closing_while_a_call_is_repeated_on_a_new_worker():
+    executor = LocalExecutor(["cpu"], PLAIN)
+    executor.call("sleep", 3.0, replay=True)
+    os.kill(executor.pids[0], signal.SIGKILL)
+    assert all_gone(executor.pids)
+
+    def close_in_the_call():
+        while not executor._pool._ready & executor._pool._busy:
+            time.sleep(0.01)
+        executor.close()
+
+    closes = threading.Thread(target=close_in_the_call)
+    closes.start()
+    with pytest.raises(LaunchError, match=r"^the workers were closed during the call, by close\(\)$"):
+        executor.call("rank")
+    closes.join()
 
 
 def interrupt_in(where, monkeypatch):

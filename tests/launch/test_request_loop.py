@@ -42,7 +42,7 @@ class Ranks:
                 rank=rank,
                 channel=Channel(ours),
                 is_alive=lambda: True,
-                heartbeat=SimpleNamespace(sign=RankActivity(0, 0.0, False)),
+                heartbeat=SimpleNamespace(sign=RankActivity(0, 0.0, False), has_begun=lambda request: True),
             )
             for rank, (ours, _) in enumerate(self._pairs)
         ]

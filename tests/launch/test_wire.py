@@ -279,6 +279,12 @@ def test_an_argument_that_cannot_be_sent_is_named():
         encode_call("generate", [{"prompt": "a fox", "video": (frame for frame in ())}, 3], {}, 0.0)
     with pytest.raises(PlanError, match=r"generate: argument 'attention_kwargs'\['scale'\] \(a lock\)"):
         encode_call("generate", [{"prompt": "a fox", "attention_kwargs": {"scale": threading.Lock()}}], {}, 0.0)
+    with pytest.raises(PlanError, match=r"^pipe\.scheduler \(a lock\) cannot be sent to worker processes: .*pickle"):
+        encode_call("set", ["scheduler", threading.Lock()], {"everywhere": False}, 0.0)
+    with pytest.raises(PlanError, match=r"^pipe\.vae\.tile\(\): argument 2 \(a lock\)"):
+        encode_call("apply", ["vae.tile", (1, threading.Lock()), {}], {}, 0.0)
+    with pytest.raises(PlanError, match=r"^pipe\.vae\.tile\(\): argument 'size' \(a lock\)"):
+        encode_call("apply", ["vae.tile", (), {"size": threading.Lock()}], {}, 0.0)
 
 
 SCRIPT = """

@@ -38,7 +38,7 @@ class Starter:
 
 def worker(rank: int, **rest: Any) -> Any:
     nothing = dict.fromkeys(("kill", "release", "ask_to_stop"), lambda: None)
-    rest.setdefault("heartbeat", SimpleNamespace(sign=RankActivity(0, 0.0, False)))
+    rest.setdefault("heartbeat", SimpleNamespace(sign=RankActivity(0, 0.0, False), has_begun=lambda request: True))
     return SimpleNamespace(rank=rank, wait=lambda give_up: True, is_alive=lambda: True, **nothing, **rest)
 
 

@@ -8,6 +8,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from diffusers.hooks import PyramidAttentionBroadcastConfig
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
 from patchpar.pipeline.component_proxy import ComponentProxy
+from patchpar.pipeline.description import set_if_described
 from tests.breadth import first_of
 from tests.tiny import build
 
@@ -277,8 +279,38 @@ def test_a_method_that_fails_raises_as_it_does_in_diffusers(parallel: ParallelPi
 
 
 def test_a_value_that_cannot_travel(parallel: ParallelPipeline) -> None:
-    with pytest.raises(PlanError, match="cannot be sent to worker processes"):
+    with pytest.raises(PlanError, match=r"^pipe\.scheduler \(a generator\) cannot be sent to worker processes"):
         parallel.scheduler = (item for item in ())
+
+
+class NoScheduler:
+    """Has no config, which a description is made of."""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("scheduler", NoScheduler(), r"^pipe\.scheduler cannot be <.*NoScheduler.*config'\), and is what it was"),
+        ("unet", 4, r"^pipe\.unet cannot be 4, which is no torch module: set a network"),
+    ],
+)
+def test_what_cannot_be_a_part_leaves_the_pipeline_as_it_was(
+    parallel: ParallelPipeline, plain: Any, name: str, value: object, says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        setattr(parallel, name, value)
+    assert relative_error(parallel(**CALL, generator=generator()), plain(**CALL, generator=generator())) <= EXACT
+
+
+def test_an_attribute_that_is_refused_is_set_back_or_removed() -> None:
+    pipe = SimpleNamespace(kept="as it was")
+    for name in ("kept", "another"):
+        with (
+            pytest.raises(PlanError, match=rf"pipe\.{name} cannot be 4 \(KeyError"),
+            set_if_described(pipe, name, 4, name),
+        ):
+            raise KeyError(name)
+    assert vars(pipe) == {"kept": "as it was"}
 
 
 def test_what_holds_a_parallel_pipeline_cannot_travel(parallel: ParallelPipeline) -> None:

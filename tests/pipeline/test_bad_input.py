@@ -17,6 +17,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel, VerificationError
 from patchpar.launch.devices import count_named
 from patchpar.pipeline import startup
+from patchpar.pipeline.step_callbacks import checked_answer
 from patchpar.pipeline.validate import noise_of_first
 from tests.tiny import build
 
@@ -101,6 +102,8 @@ def says(*words: str) -> str:
         ({"secret_file": "/no/such/secret", "trusted_network": True}, ["secret_file and trusted_network", "use one"]),
         ({"device_map": "balanced"}, ["device_map='balanced'", "weights=sharded", "plan="]),
         ({"use_safetensors": False}, ["use_safetensors=False", "pickles"]),
+        ({"device": 2}, ["device=2", "devices= names them"]),
+        ({"strategy": "fresh-edges"}, ["strategy='fresh-edges'", "part of the plan"]),
     ],
     ids=lambda value: f"{value!s:.100}" if isinstance(value, dict) else "",
 )
@@ -286,6 +289,10 @@ def test_what_is_no_pipeline(thing: Any) -> None:
         ("auto", {"width": -8}, ["width=-8", "pixels, at least 8"]),
         ("auto", {"height": 0}, ["height=0", "at least 8"]),
         ("auto", {"height": 96.0}, ["height=96.0", "whole number"]),
+        ("auto", {"generator": 3}, ["generator=3", r"torch\.Generator\(\)\.manual_seed\(3\), or a list"]),
+        ("auto", {"generator": (torch.Generator(),)}, [r"generator=\(<torch", "or a list"]),
+        ("auto", {"generator": [torch.Generator(), 7]}, [r"generator=\[<torch", "one for each image"]),
+        ("auto", {"callback_on_step_end": "print"}, ["callback_on_step_end='print' is no function"]),
         ("auto", {"num_inference_steps": 0}, ["num_inference_steps=0", "at least 1"]),
         ("auto", {"num_inference_steps": -1}, ["num_inference_steps=-1", "at least 1"]),
         ("auto", {"num_inference_steps": 1.5}, ["num_inference_steps=1.5", "whole number"]),
@@ -314,6 +321,25 @@ def test_values_of_a_call(no_work: ParallelPipeline, plan: str, arguments: dict[
     with pytest.raises(PlanError, match=says(*words)) as caught:
         no_work(**{**QUICK, **arguments})
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("model", [None, 3])
+def test_a_model_that_is_no_text(model: Any) -> None:
+    with pytest.raises(PlanError, match=says(f"'{model}' is no valid path", "str")):
+        ParallelPipeline.from_pretrained(model, devices=2)
+
+
+def test_a_function_for_steps_that_is_none(no_work: ParallelPipeline) -> None:
+    with pytest.raises(PlanError, match=says("on_step='print' is no function", "or None")):
+        no_work.on_step = "print"  # type: ignore[assignment]
+    assert no_work.on_step is None
+
+
+@pytest.mark.parametrize("answer", [5, "latents", ["latents"]])
+def test_what_a_callback_cannot_return(answer: object) -> None:
+    with pytest.raises(PlanError, match=says("callback_on_step_end has returned", type(answer).__name__, "or nothing")):
+        checked_answer(answer)
+    assert checked_answer(None) == {}
 
 
 @pytest.mark.parametrize(

@@ -169,8 +169,10 @@ def test_workers_are_gone_after_close(impatient: ParallelPipeline) -> None:
 def refuses_all_use(pipe: ParallelPipeline) -> None:
     """Of a pipeline that is closed: it says so, and may be closed once more."""
     pipe.close()
-    for use in (lambda: pipe(**QUICK), lambda: pipe.scheduler, lambda: pipe.restore(), lambda: pipe.load_lora_weights):
+    for use in (lambda: pipe(**QUICK), lambda: pipe.scheduler, lambda: pipe.restore(), pipe.__enter__):
         with pytest.raises(PlanError, match="closed; make a new one"):
             use()
+    with pytest.raises(PlanError, match="closed; make a new one"):
+        pipe.load_lora_weights  # noqa: B018 - reading it is enough
     assert repr(pipe) == "<ParallelPipeline, closed>"
     assert "encode_prompt" in dir(pipe)

@@ -50,6 +50,7 @@ def test_jobs_on_different_ranks_make_the_image_they_make_alone(
         assert relative_error(found, expected) <= EXACT
         assert [each.rank for each in job.run.ranks] == list(ranks)
         assert (job.progress.step, job.progress.steps, job.is_over) == (2, 2, True)
+        assert repr(job).startswith("<PipelineJob, ended: step 2 of 2 on rank")
 
 
 def test_a_ratio_is_measured_by_a_short_run_on_each_rank(four: ParallelPipeline, plain: Any) -> None:

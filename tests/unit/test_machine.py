@@ -57,6 +57,7 @@ def test_a_name_is_read_and_printed(text: str, devices: int, printed: str) -> No
         ("20000x(8xH100)-ib400", "has 160,000 devices: use at most 100,000"),
         ("9999999999xH100", "cannot be read"),
         ("1xH100+1xA1000", "the nearest is A100"),
+        ("nosuch", "no device 'nosuch' in the catalogue: use one of A100, H100"),
         ("1xH100+1xA100-nvlink", "H100 with A100 has no link 'nvlink': use pcie3"),
         ("1xH100-pcie4+1xA100-pcie4", "cannot be read"),
         ("2x(4xL40-pcie4)-wifi100", "no network 'wifi'"),

@@ -16,13 +16,13 @@ _LINK, _NETWORK = re.compile(r"-(nvlink|pcie\d)"), re.compile(r"-((?:eth|ib)\d+)
 
 
 def device_named(name: str) -> DeviceSpec:
-    """Return a device of the catalogue. Raises PlanError that names the nearest."""
+    """Return a device of the catalogue. Raises PlanError that lists all, and names one that is meant perhaps."""
     found = NAMES.get(_plain(name))
     if found is None:
-        near = get_close_matches(_plain(name), NAMES, n=1, cutoff=0.0)
+        near = get_close_matches(_plain(name), NAMES, n=1, cutoff=CLOSE)
+        nearest = f", the nearest is {NAMES[near[0]].name}" if near else ""
         raise PlanError(
-            f"no device {name!r} in the catalogue, the nearest is {NAMES[near[0]].name}: use one of "
-            f"{', '.join(device.name for device in DEVICES)}"
+            f"no device {name!r} in the catalogue{nearest}: use one of {', '.join(device.name for device in DEVICES)}"
         )
     return found
 
