@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-from diffusers.guiders import SmoothedEnergyGuidance
-
 GUIDER = "guider"
 """A component of some pipelines, a guider of diffusers."""
 GUIDES = "do_classifier_free_guidance"
@@ -35,7 +33,12 @@ def step_branches(pipe: Any, guided: bool | None) -> int:
 
 def is_smoothed(pipe: Any) -> bool:
     """Return whether the pipeline's guider blurs queries in some calls of the denoiser, from one to the next."""
-    return isinstance(getattr(pipe, GUIDER, None), SmoothedEnergyGuidance)
+    guider = getattr(pipe, GUIDER, None)
+    if guider is None:
+        return False
+    from diffusers.guiders import SmoothedEnergyGuidance  # here, since pipelines are described without diffusers
+
+    return isinstance(guider, SmoothedEnergyGuidance)
 
 
 def guides_above(pipe: Any) -> float:
