@@ -314,7 +314,7 @@ def test_what_is_no_pipeline(thing: Any) -> None:
         ("cfg=2", {"guidance_scale": 1.0}, ["cfg=2", "guidance_scale > 1", "cfg=1"]),
         ("data=2", {}, ["data=2", "1 prompt", "list of at least 2"]),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)) if isinstance(value, dict) else "",
 )
 def test_values_of_a_call(no_work: ParallelPipeline, plan: str, arguments: dict[str, Any], words: list[str]) -> None:
     no_work.plan = plan
