@@ -108,12 +108,21 @@ def answer(call: AttentionCall) -> Tensor:
         _ATTEND.reset(token)
 
 
-def _dispatch(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands in torch.nn.functional: calls this thread's replacement, if it has one."""
+def dispatch_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Stand in torch.nn.functional: call this thread's replacement, if it has one.
+
+    Function modes of other packages are asked first, once, as for a function of torch. One that is to see what runs
+    inside enters itself and calls `replaced_attention`.
+    """
     if torch.compiler.is_dynamo_compiling():
         return TORCHS(*args, **kwargs)
     if torch._C._len_torch_function_stack() and _is_of_others():
-        return handle_torch_function(_dispatch, (), *args, **kwargs)  # which calls this again, if at all
+        return handle_torch_function(dispatch_attention, (), *args, **kwargs)  # which calls this again, if at all
+    return replaced_attention(*args, **kwargs)
+
+
+def replaced_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the output [B, N, q, E] by this thread's replacement, or by what was in torch.nn.functional before."""
     attend = _ATTEND.get()
     if attend is None:
         return _REPLACEMENT.before(*args, **kwargs)
@@ -134,7 +143,10 @@ def _is_of_others() -> bool:
 
 
 class _Replacement:
-    """Puts `_dispatch` in torch.nn.functional while any thread needs it. `before`: the function that it stands for."""
+    """Puts `dispatch_attention` in torch.nn.functional while any thread needs it.
+
+    `before`: the function that it stands for.
+    """
 
     def __init__(self) -> None:
         self._lock, self._users = threading.Lock(), 0
@@ -143,16 +155,16 @@ class _Replacement:
     def add_user(self) -> None:
         """Replace the function for the first user."""
         with self._lock:
-            if not self._users and F.scaled_dot_product_attention is not _dispatch:
+            if not self._users and F.scaled_dot_product_attention is not dispatch_attention:
                 self.before = F.scaled_dot_product_attention
-                vars(F)[_NAME] = _dispatch
+                vars(F)[_NAME] = dispatch_attention
             self._users += 1
 
     def remove_user(self) -> None:
         """Restore the function after the last user, unless another library has replaced it since."""
         with self._lock:
             self._users -= 1
-            if not self._users and F.scaled_dot_product_attention is _dispatch:
+            if not self._users and F.scaled_dot_product_attention is dispatch_attention:
                 vars(F)[_NAME] = self.before
 
 
@@ -162,7 +174,7 @@ _REPLACEMENT = _Replacement()
 
 def beneath(function: Any) -> Any:
     """Return what a function of torch.nn.functional is without a replacement by this or another thread."""
-    return _REPLACEMENT.before if function is _dispatch else function
+    return _REPLACEMENT.before if function is dispatch_attention else function
 
 
 class AttentionDispatched:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.gpu.recorder import EMPTY, READS, location
 from patchpar.shard.graphs.recorder import CaptureRefused
+from patchpar.shard.sdpa import dispatch_attention, replaced_attention
 from tests.conformance.stand_in import SimulatedRank
 
 Again = Callable[[], None]
@@ -81,6 +82,9 @@ class ReadsRefused(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.cpu):
             raise CaptureRefused(f"{func.__name__} reads values at {location()}")
+        if func is dispatch_attention:
+            with self:
+                return replaced_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

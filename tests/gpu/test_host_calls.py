@@ -36,14 +36,14 @@ CEILINGS = {
     ("sdxl", "exact"): 53,
     ("sdxl", "fresh-edges"): 53,  # a seventh of a call of each is to know the kind of a denoiser call again
     ("sdxl", "fresh-edges:context=pooled"): 55,
-    ("sdxl", "pcpp"): 235,  # few exchanges, in which many norms and convolutions send for the next step
-    ("flux", "exact"): 83,
-    ("flux", "exact:ulysses=4"): 62,
+    ("sdxl", "pcpp"): 236,  # few exchanges, in which many norms and convolutions send for the next step
+    ("flux", "exact"): 84,
+    ("flux", "exact:ulysses=4"): 63,
     ("flux", "exact:attention=ring"): 61,
     ("flux", "fresh-edges"): 68,  # owners extrapolate what they send
     ("flux", "fresh-edges:correction=none"): 89,
     ("flux", "fresh-edges:context=pooled"): 96,
-    ("flux", "pcpp"): 174,
+    ("flux", "pcpp"): 175,
 }
 """Calls that an exchange point adds to those of the plain model, with the layer around it; rounded up."""
 INLINED = int(sys.version_info >= (3, 12))  # comprehensions, of which the plain model has more: they are no calls there
