@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, starmap
 from typing import Any
 
+from patchpar.plan.scalars import is_whole
 from patchpar.shard.foreign.cuts import Cut
 from patchpar.shard.foreign.functions import FunctionCall, Many, Spec
 from patchpar.shard.sdpa import TORCHS
@@ -45,8 +46,7 @@ def are_alike(smaller: Sequence[FunctionCall], larger: Sequence[FunctionCall]) -
 def _is_alike(smaller: FunctionCall, larger: FunctionCall) -> bool:
     leaves = [list(_leaves_in((call.args, call.kwargs))) for call in (smaller, larger)]
     return len(leaves[0]) == len(leaves[1]) and all(
-        x == y or (type(x) is type(y) and isinstance(x, int) and not isinstance(x, bool) and 0 < x < y)
-        for x, y in zip(*leaves, strict=True)
+        type(x) is type(y) and (x == y or (is_whole(x) and x < y)) for x, y in zip(*leaves, strict=True)
     )
 
 
@@ -88,7 +88,7 @@ def _enlarged(smaller_whole: Any, smaller_own: Any, own: Any, cuts: Sequence[Cut
         return _each(smaller_whole, smaller_own, own, cuts)
     if smaller_whole == smaller_own:
         return own
-    if isinstance(own, int) and not isinstance(own, bool):
+    if is_whole(own):
         return _size(own, cuts)
     raise _UnknownError
 
