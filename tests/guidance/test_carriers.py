@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from patchpar.errors import VerificationError
@@ -203,15 +204,22 @@ def without_room(monkeypatch: pytest.MonkeyPatch, short: tuple[int, ...], *, mix
     return tried
 
 
-@pytest.mark.parametrize("short", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    ("name", "short", "more"),
+    [
+        ("sd", (0, 1), {}),
+        ("sd", (1,), {}),
+        ("sd_controlnet", (0, 1), {"image": Image.linear_gradient("L").convert("RGB")}),
+    ],
+)
 def test_where_both_branches_do_not_fit_fewer_tokens_are_compared(
-    short: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, short: tuple[int, ...], more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank has memory for its own branch: a comparison that takes more refuses nothing."""
-    size = {"height": 256, "width": 256}
-    want = plain("sd", **size)
+    size = {"height": 256, "width": 256, **more}
+    want = plain(name, **size)
     tried = without_room(monkeypatch, short)
-    for got in shared("sd", "cfg=2", tmp_path, **size):
+    for got in shared(name, "cfg=2", tmp_path, **size):
         assert relative(got, want) <= TOLERANCE
     assert set(tried) == {32, 16}
 

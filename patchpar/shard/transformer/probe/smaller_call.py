@@ -1,10 +1,11 @@
 """The same call of a transformer with fewer tokens, for devices on which a plain call of its size does not fit.
 
-an image or a video   the first rows and columns of each frame; arguments as large as the latent are cut alike
+an image or a video   the first rows and columns of each frame; arguments as large as the latent are cut alike, and maps
+                      at the levels of a UNet, which ControlNets and adapters give
 a list of tokens      the first of them, in all arguments that have as many; these are whole rows of an image
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 
 IMAGE_SIDES = (16, 32, 64)
+COARSER = (2, 4, 8, 16)
 FEWEST_TOKENS = 64
 
 
@@ -31,10 +33,19 @@ def smaller_calls(arguments: CallArguments, latent: str) -> Iterator[CallArgumen
 
 
 def _cut_image(samples: list[Tensor], side: int, name: str, leaf: Any) -> Any:
-    """Cut a tensor [..., H, W] that is as large as the latent."""
-    if not isinstance(leaf, Tensor) or leaf.ndim < 3 or leaf.shape[-2:] not in {x.shape[-2:] for x in samples}:
+    """Cut a tensor [..., H, W] that is as large as the latent, or a map of it at a coarser level of a UNet."""
+    if not isinstance(leaf, Tensor) or leaf.ndim < 3:
         return leaf
-    return leaf[..., :side, :side].contiguous()
+    for factor in (1, *COARSER) if leaf.ndim > 3 else (1,):
+        if any(leaf.shape[-2:] == _coarser(x.shape[-2:], factor) for x in samples):
+            rows, columns = _coarser((side, side), factor)
+            return leaf[..., :rows, :columns].contiguous()
+    return leaf
+
+
+def _coarser(size: Sequence[int], factor: int) -> tuple[int, ...]:
+    """Return the height and width after convolutions with such strides."""
+    return tuple(-(-each // factor) for each in size)
 
 
 def _with_first_tokens(arguments: CallArguments, tokens: int) -> Iterator[CallArguments]:
