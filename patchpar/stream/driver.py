@@ -4,7 +4,7 @@
 
 A resumed stream continues at the first block that has not been delivered, in a new epoch, with the same seed, block
 numbers, audio, conditions and sink. Stages whose ranks live go on as they are, and the others with an empty window; in
-the first blocks of a stream all begin anew.
+the first blocks of a stream, and in a FIFO stream at any time, all begin anew.
 """
 
 import threading

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from patchpar.stream.session import StreamSession
 Ranks = LocalExecutor | InlineExecutor
 ENGINE = "patchpar.stream.causal.runner:StreamRunner"
 PATIENCE = 2
-"""Deaths without a finished block between them, after which the device of the rank that died is left out."""
+"""Deaths of one rank without a finished block between them, after which its device is left out."""
 SOON = 1.0
 """Seconds that a cancelled stream has to free its ranks before they are ended, and a stream after that."""
 R = TypeVar("R", bound="Ranks | WorkerGroup")
@@ -89,8 +90,7 @@ class WorkerGroup:
     def __init__(self, ranks: Ranks, plan: StreamPlan, loading: ModelLoading) -> None:
         self._ranks, self.plan, self.loading = ranks, plan, loading
         self._devices = loading.devices
-        self._deaths = 0
-        self._at_fault: int | None = None
+        self._deaths = Counter[int | None]()  # by rank, since the last block; None: of one that is not known
         self._is_closed = False
 
     @property
@@ -103,19 +103,18 @@ class WorkerGroup:
 
         def receive(rank: int, event: Any) -> None:
             if isinstance(event, ProducedBlock):
-                self._deaths = 0
+                self._deaths.clear()
             on_event(rank, event)
 
         while True:
-            if self._deaths >= PATIENCE:
-                self._do_without(self._at_fault)
+            for rank in [rank for rank, deaths in self._deaths.items() if deaths >= PATIENCE]:
+                self._do_without(rank)
             try:
                 return self._ranks.call(
                     "run", run, on_event=receive, on_start=lambda send: on_start(partial(self._send_within_plan, send))
                 )
             except LOST as error:
-                self._deaths += 1
-                self._at_fault = error.rank
+                self._deaths[error.rank] += 1
                 raise
             except LaunchError as error:
                 if not self._do_without(rank_at_fault(error)):
@@ -141,7 +140,8 @@ class WorkerGroup:
                 return False
             log.warning("device %s has failed; the stream continues with %s", lost, plan)
             self._ranks.close()
-            self.plan, self._devices, self._deaths = plan, devices, 0
+            self.plan, self._devices = plan, devices
+            self._deaths.clear()
             try:
                 self._ranks, _ = self.loading.start(plan, devices)
             except LaunchError as error:

@@ -41,6 +41,7 @@ from patchpar.models.streaming import config
 from patchpar.models.streaming.video_folder import SELF_FORCING
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Output, StreamDelivery
+from patchpar.stream.images.pipeline import ImageStreamingPipeline
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.recording import StreamRecording
 from tests.breadth import first_of
@@ -221,7 +222,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
         (("--input", ".", "-o", "a.mp4", "--seed", "-1"), "--seed -1: it must be from 0 to 9223372036854775807"),
         (("--model", "m", "-o", "a.mp4", "--audio-rate", "0"), "--audio-rate 0: it must be above 0"),
         (("--model", "m", "-o", "a.mp4", "--restarts", "-1"), "--restarts -1: it must be at least 0"),
-        (("--input", "a.mp4", "-o", "b.mp4", "--restarts", "1"), "--restarts is not for streams with --input"),
+        (("--input", ".", "-o", "a.mp4", "--restarts", "-1"), "--restarts -1: it must be at least 0"),
         (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
         (
             ("--model", "m", "-o", "a.mp4", "--input", "f", "--audio", "a.wav"),
@@ -285,6 +286,23 @@ def test_what_becomes_of_late_blocks_is_passed_on(folder: Path, monkeypatch: pyt
     for words in ((), ("--late", "skip_to_live", "--restarts", 7)):
         assert "far enough" in run("--model", folder, "--ws", 0, "--devices", "cpu", *words).stderr
     assert [(each.output, each.restarts) for each in found] == [("block", 3), ("skip_to_live", 7)]
+
+
+def test_restarts_of_an_image_stream_are_passed_on(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int | None] = []
+
+    def begun(*_: Any, restarts: int | None = None, **__: Any) -> Any:
+        found.append(restarts)
+        raise PlanError("far enough")
+
+    monkeypatch.setattr(ImageStreamingPipeline, "stream", begun)
+    Image.new("RGB", (64, 64)).save(tmp_path / "0.png")
+    words = ("--model", image_folder, "--input", tmp_path, "--devices", "cpu", "-o", tmp_path / "a.mp4")
+    for more in ((), ("--restarts", 7), ("--restarts", 0)):
+        assert "far enough" in run("a fox", *words, *more).stderr
+    assert found == [None, 7, 0]
 
 
 def test_the_limits_of_flags_are_those_of_streams() -> None:

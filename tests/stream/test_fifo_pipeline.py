@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,14 @@ from patchpar.models.streaming.fifo.queue import FifoConfig, FifoOptions
 from patchpar.plan.stream_plan import StreamPlan
 from patchpar.stream.causal import pipeline as causal_pipeline
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.fifo import pipeline as fifo_pipeline
-from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
+from patchpar.stream.fifo.pipeline import ENGINE, FifoSession, FifoStreamingPipeline
 from patchpar.stream.images import pipeline as images_pipeline
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
+from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
+from tests.breadth import first_of
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT
 
@@ -121,6 +126,47 @@ def test_it_can_be_cancelled_and_begun_again(spread: FifoStreamingPipeline) -> N
         session.cancel()
     assert session.status == "cancelled"
     assert all(same(frames(spread), first))
+
+
+def frames_from(pipe: FifoStreamingPipeline, first: int, end: int, **prompts: int) -> list[Tensor]:
+    """Those of a stream that begins at block `first`, with these prompts from their blocks on."""
+    run = replace(pipe._stream_run(3, adapt_sink=False), first_block=first)
+    form, credit = pipe._format(CONFIG.fps, 1), QUEUE.levels + 2
+    begun = FifoSession(pipe._workers.run, (run,), form, StreamDelivery(), None, credit=credit, blocks=end)
+    with begun as session:
+        session.begin(changes=[(block, PromptUpdate(text=f"a {name}")) for name, block in prompts.items()])
+        return [chunk.frames for chunk in session]
+
+
+@pytest.mark.parametrize("rank", first_of(range(3), 1))
+def test_after_a_killed_rank_another_video_begins(rank: int, face_folder: Path, alone: FifoStreamingPipeline) -> None:
+    """No block is lost or comes twice, and no other worker is started anew; but nothing of the queue is kept."""
+    end, prompt_block = 25, 14
+    with (
+        FifoStreamingPipeline.from_pretrained(face_folder, devices="cpu:3", config=CONFIG, deadline=60) as three,
+        three.stream(
+            "a fox", seed=3, seconds=(2 * end - 1) / 20, guidance_scale=1.0, delivery=StreamDelivery(lead=1)
+        ) as stream,
+    ):
+        stream.set_prompt("a hen", at=prompt_block)
+        chunks: list[Chunk] = [next(stream) for _ in range(8)]
+        before = three._workers.pids
+        os.kill(before[rank], signal.SIGKILL)
+        chunks += stream
+        now = three._workers.pids
+        assert three.plan.ranks == 3
+    assert [a == b for a, b in zip(before, now, strict=True)] == [other != rank for other in range(3)]
+    assert [chunk.block for chunk in chunks] == list(range(end))
+    assert [len(chunk.frames) for chunk in chunks] == [1] + [2] * (end - 1)
+    anew = next(chunk.block for chunk in chunks if chunk.epoch)
+    assert 8 <= anew < prompt_block
+    assert [chunk.epoch for chunk in chunks] == [0] * anew + [1] * (end - anew)
+    found = [chunk.frames for chunk in chunks]
+    undisturbed = frames_from(alone, 0, end, fox=0, hen=prompt_block)
+    assert same(found, undisturbed) == [True] * anew + [False] * (end - anew)
+    assert all(same(found[anew:], frames_from(alone, anew, end, fox=anew, hen=prompt_block)))
+    assert not any(same(found[anew:], frames_from(alone, anew, end, fox=anew))), "the control: the prompt is kept"
+    assert torch.equal(*found[anew]), "its only image is repeated"
 
 
 def test_a_slow_watcher_holds_it_up(alone: FifoStreamingPipeline) -> None:

@@ -38,8 +38,14 @@ def works(on_event: Any, on_start: Any) -> list[Any]:
     return ["done"]
 
 
-def dies(on_event: Any, on_start: Any) -> list[Any]:
-    raise WorkerDied("rank 1 was killed", rank=1)
+def killed(rank: int) -> Act:
+    def act(on_event: Any, on_start: Any) -> list[Any]:
+        raise WorkerDied(f"rank {rank} was killed", rank=rank)
+
+    return act
+
+
+dies = killed(1)
 
 
 def dies_later(on_event: Any, on_start: Any) -> list[Any]:
@@ -122,6 +128,27 @@ def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCa
     assert asked.plans == [one.plan] == [StreamPlan.even(2, 2)]
     assert asked.used == ["ac"]
     assert "device b has failed; the stream continues with 2 steps on 2 ranks" in caplog.text
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (0, 1, 2)])
+def test_deaths_of_different_ranks_are_no_failed_device(ranks: tuple[int, ...]) -> None:
+    """Each of them once without a block."""
+    one, asked = group(Ranks(*map(killed, ranks), works))
+    for _ in ranks:
+        with pytest.raises(WorkerDied):
+            run(one)
+    assert run(one) == ["done"]
+    assert (asked.plans, one.plan) == ([], StreamPlan.even(2, 3))
+
+
+def test_without_the_device_whose_rank_dies_twice_among_others() -> None:
+    """The deaths of a rank are counted whichever dies between them, and after that no earlier ones."""
+    one, asked = group(Ranks(killed(2), killed(0), killed(2)), Ranks(killed(0), works))
+    for _ in range(4):
+        with pytest.raises(WorkerDied):
+            run(one)
+    assert run(one) == ["done"]
+    assert asked.used == ["ab"]
 
 
 def test_what_a_rank_raises_is_no_fault_of_its_device() -> None:

@@ -43,7 +43,6 @@ OF_VIDEO = (
     "pose",
     "speaker",
     "record",
-    "restarts",
     "lora",
     "inner",
     "late",

@@ -99,6 +99,7 @@ def _run(
         num_inference_steps=request.steps,
         strength=request.strength,
         guidance_scale=request.guidance_scale,
+        restarts=request.restarts,
     )
     meter = ProgressMeter()
     session = pipe.stream(seed=request.seed, **arguments)
