@@ -195,8 +195,8 @@ def test_one_step_on_two_devices_is_streamed(source: str, steps: int, strength: 
     video = grey_video(tmp_path / "a.mp4", frames=4, fps=4) if source == "A video" else None
 
     async def stream(tab: StreamTab, state: AppState) -> None:
-        shown = tab.generate(OWNER, source, None, video and str(video), 4, strength, *fields(steps=steps))
-        async for _ in shown:
+        updates = tab.generate(OWNER, source, None, video and str(video), 4, strength, *fields(steps=steps))
+        async for _ in updates:
             job = state.job_queue.job_of(OWNER, "stream")
             assert job is not None, "refused"
             if state.workers.streamed:  # type: ignore[attr-defined]

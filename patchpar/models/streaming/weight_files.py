@@ -118,7 +118,7 @@ def are_original(names: Collection[str]) -> bool:
 
 
 def without_prefixes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights of any shapes by their names inside the transformer. Raises PlanError where two have the same."""
+    """Return weights, each of any shape, by names inside the transformer. Raises PlanError where two have the same."""
     names = dict[str, list[str]]()
     for name in weights:
         names.setdefault(without_prefix(name), []).append(name)
@@ -128,7 +128,7 @@ def without_prefixes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_diffusers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights of any shapes under the names of diffusers' WanTransformer3DModel, by diffusers' converter.
+    """Return weights, each of any shape, under the names of diffusers' WanTransformer3DModel, by diffusers' converter.
 
     Raises PlanError for a weight under two names, one of which would replace the other.
     """
