@@ -1,6 +1,5 @@
 """Image streams: one image after another, from a prompt, an image, a video or a camera."""
 
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -50,26 +49,13 @@ class StreamRequest:
             raise PlanError(f"strength {self.strength:g}: it is a number from 0.05 to 1")
         if not 1 <= self.rate <= MAX_RATE:
             raise PlanError(f"{self.rate:g} frames from a second: it is a number from 1 to {MAX_RATE:g}")
-
-    @property
-    def steps(self) -> int:
-        """Denoising steps of each image: those that the strength leaves."""
-        return self.generate.steps if self.source == "prompt" else int(self.generate.steps * self.strength)
+        if self.source != "prompt":
+            self.generate.check_strength(self.strength)
 
     @property
     def fps(self) -> float:
         """Frame rate of the saved video: that of the frames taken from the input video."""
         return self.rate if self.video is None else self.video.frame_rate(self.rate)
-
-    def check_devices(self, count: int) -> None:
-        """Raise PlanError if there are fewer steps than devices."""
-        if self.steps >= count:
-            return
-        of_them = "" if self.source == "prompt" else f", of which strength {self.strength:g} leaves {self.steps}"
-        remedy = f"use at least {math.ceil(count / (1 if self.source == 'prompt' else self.strength))} steps"
-        raise PlanError(
-            f"{self.generate.steps} steps{of_them}, but each of {count} devices runs at least one: {remedy}"
-        )
 
 
 @dataclass(slots=True)

@@ -52,7 +52,6 @@ class StreamTab(JobTab):
         def start() -> Job:
             workers = self._state.workers
             request = stream_request(SOURCES.get(source, "prompt"), *fields)
-            request.check_devices(workers.count)
             return self._submit(owner, ImageFeed(), partial(ImageStreamJob, workers, request))
 
         async for update in self._started(owner, start):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import HTTPConnection
 
@@ -33,6 +33,10 @@ NOT_OURS = 1008
 """Close code of a refused WebSocket (RFC 6455: policy violation)."""
 FOREIGN = "this request was made by another page: open this one itself"
 FRESH = {"Cache-Control": "no-store"}
+UNFRAMED = {**FRESH, "Content-Security-Policy": "frame-ancestors 'self'"}
+"""Of a page that other sites show in no frame, where they would have people click its buttons."""
+UNEMBEDDED = {**FRESH, "Cross-Origin-Resource-Policy": "same-origin"}
+"""Of images that browsers show in no page of another site, also where they leave out Sec-Fetch-Site."""
 OWN = ("same-origin", "none")  # of Sec-Fetch-Site: this page's request, or the person's
 NO_INPUTS = PageInputs()
 
@@ -42,8 +46,10 @@ def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> 
     app = _page("images", status, names, PageInputs())
 
     @app.get("/images", response_model=None)
-    async def images() -> StreamingResponse:
-        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+    async def images(request: Request) -> Response:
+        if not is_own_origin(request):
+            return PlainTextResponse(FOREIGN, 403)
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=UNEMBEDDED)
 
     return app
 
@@ -117,7 +123,7 @@ def _page(kind: str, status: Callable[[], str], names: list[str], inputs: PageIn
 
     @app.get("/", response_model=None)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text, headers=FRESH)
+        return HTMLResponse(text, headers=UNFRAMED)
 
     @app.get("/status")
     async def state() -> dict[str, str]:
@@ -219,7 +225,7 @@ class PageReceiver:
 
 
 def is_own_origin(request: HTTPConnection) -> bool:
-    """Whether it comes from this page or none: browsers let any page open a WebSocket to any server, and post to it.
+    """Whether it comes from this page or none: browsers let any page open a WebSocket to any server, post, show images.
 
     They say so in headers that no script can set. Sec-Fetch-Site holds behind a server that gives this one another
     name, where Origin and Host differ; browsers leave it out beyond this machine without TLS, and some for WebSockets.

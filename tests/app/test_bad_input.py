@@ -149,7 +149,7 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
     Image.new("RGB", (64, 64)).save(image)
     broken.write_bytes(image.read_bytes()[:60])
     compare, high_res, stream = CompareTab(state), LargeTab(state), StreamTab(state)
-    prompt, video = "The prompt alone", (None, None, 8, 0.6)
+    video = (None, None, 8, 0.6)
     for displayed, word in (
         (compare.run(OWNER, AUTOMATIC, "By magic", *fields()), "no preset 'By magic'"),
         (compare.run(OWNER, AUTOMATIC, AUTOMATIC, *fields(steps=0)), "steps 0"),
@@ -160,8 +160,8 @@ def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
         (high_res.upscale(OWNER, str(image), None, 0.35, "a fox", 30, 0), "scale 0"),
         (high_res.upscale(OWNER, str(image), 2, 0.1, "a fox", 5, 0), "leaves none: use more of either"),
         (
-            stream.generate(OWNER, prompt, *video, *fields(steps=1)),
-            "each of 2 devices runs at least one: use at least 2 steps",
+            stream.generate(OWNER, "An image", str(image), None, 8, 0.1, *fields(steps=9)),
+            "9 steps, of which strength 0.1 leaves none: use more of either",
         ),
         (stream.generate(OWNER, "An image", *video, *fields()), "there is no image: choose one"),
         (stream.generate(OWNER, "A video", *video, *fields()), "there is no video: choose one"),

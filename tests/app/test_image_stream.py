@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,8 @@ from app.job_queue import Job, JobQueue
 from app.noise_walk import PERIOD, NoiseWalk
 from app.requests import GenerateRequest
 from app.saved_video import SavedVideo
+from app.state import AppState
+from app.stream_tab import StreamTab
 from app.talking_face import TalkingFaceJob, TalkingFaceRequest
 from app.video_file import VideoFile
 from app.workers import AppConfig, AppWorkers
@@ -26,7 +30,9 @@ from patchpar import PlanError
 from patchpar.launch.devices import resolve_devices
 from tests.media.test_image_file import huge_png
 
+from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers
+from .test_bad_input import OWNER, fields
 from .videos import grey_video
 from .waits import over, until
 
@@ -182,22 +188,38 @@ def test_a_bad_request_is_a_sentence(options: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "devices", "message"),
-    [
-        ({"strength": 0.6}, 2, None),
-        ({"strength": 0.3}, 1, None),
-        ({"strength": 0.2}, 1, "4 steps, of which strength 0.2 leaves 0, but each of 1 devices .* at least 5 steps"),
-        ({"strength": 0.3}, 2, "4 steps, of which strength 0.3 leaves 1, but each of 2 devices .* at least 7 steps"),
-        ({"source": "prompt"}, 5, "4 steps, but each of 5 devices runs at least one: use at least 5 steps"),
-    ],
+    ("source", "steps", "strength"), [("The prompt alone", 1, 0.6), ("A video", 1, 1.0), ("A video", 4, 0.3)]
 )
-def test_there_is_a_step_for_every_device(options: dict[str, Any], devices: int, message: str | None) -> None:
-    request = StreamRequest(generate=REQUEST, **{"source": "camera", **options})
-    if message is None:
-        request.check_devices(devices)
-    else:
-        with pytest.raises(PlanError, match=message):
-            request.check_devices(devices)
+def test_one_step_on_two_devices_is_streamed(source: str, steps: int, strength: float, tmp_path: Path) -> None:
+    """Each device generates whole images in turn."""
+    video = grey_video(tmp_path / "a.mp4", frames=4, fps=4) if source == "A video" else None
+
+    async def stream(tab: StreamTab, state: AppState) -> None:
+        updates = tab.generate(OWNER, source, None, video and str(video), 4, strength, *fields(steps=steps))
+        async for _ in updates:
+            job = state.job_queue.job_of(OWNER, "stream")
+            assert job is not None, "refused"
+            if state.workers.streamed:  # type: ignore[attr-defined]
+                tab.stop(OWNER)
+
+    workers: Any = FakeWorkers(FakePipeline(), count=2)
+    with closing(state_of(workers)) as state:
+        asyncio.run(asyncio.wait_for(stream(StreamTab(state), state), 30))
+        job = state.job_queue.job_of(OWNER, "stream")
+        assert job is not None
+        assert over(job).state == "done"
+        assert over(job).result.images >= 1
+    assert workers.streamed[0]["num_inference_steps"] == steps
+
+
+def test_a_strength_that_leaves_no_step_is_a_sentence() -> None:
+    """Of a prompt alone no step is left out."""
+    StreamRequest(generate=REQUEST, source="prompt", strength=0.2)
+    for strength, steps in ((0.3, 1), (0.6, 2)):
+        assert int(REQUEST.steps * strength) == steps
+        StreamRequest(generate=REQUEST, source="camera", strength=strength)
+    with pytest.raises(PlanError, match=r"4 steps, of which strength 0\.2 leaves none: use more of either"):
+        StreamRequest(generate=REQUEST, source="camera", strength=0.2)
 
 
 def test_a_walk_of_noise_stays_white_and_closes() -> None:

@@ -262,6 +262,41 @@ def test_weights_that_do_not_fit_are_refused_by_name(base: Path, weights: Weight
     assert not (tmp_path / "model").exists()
 
 
+TWICE = "blocks.0.self_attn.q.weight"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (f"model.{TWICE}", rf"{TWICE} and model\.{TWICE} are one weight: give a checkpoint that has each weight once"),
+        ("blocks.0.attn1.to_q.weight", r"of blocks\.0\.(self_attn\.q|attn1\.to_q)\.weight there is another one"),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_weight_that_has_two_names_is_refused(
+    other: str, message: str, is_first: bool, base: Path, weights: Weights, tmp_path: Path
+) -> None:
+    """One of them would replace the other. Also where a folder with such names is loaded as it is."""
+    own, twice = original(weights), {other: torch.zeros_like(weights["blocks.0.attn1.to_q.weight"])}
+    torch.save({"generator": {**twice, **own} if is_first else {**own, **twice}}, tmp_path / "a.pt")
+    with pytest.raises(PlanError, match=message):
+        convert_checkpoint(tmp_path / "a.pt", tmp_path / "model", base=base, family="causvid")
+    assert not (tmp_path / "model").exists()
+    shutil.copytree(base, tmp_path / "base")
+    save_file({**own, **twice}, tmp_path / "base" / HIGH_NOISE / SAFETENSORS)
+    with pytest.raises(PlanError, match=message):
+        load_transformer(tmp_path / "base", HIGH_NOISE, {})
+
+
+def test_a_weight_that_two_files_of_a_transformer_have_is_refused(base: Path, weights: Weights, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    at, own = tmp_path / "base" / HIGH_NOISE, original(weights)
+    save_file(own, at / SAFETENSORS)
+    save_file({TWICE: own[TWICE] + 1}, at / "more.safetensors")
+    with pytest.raises(PlanError, match=rf"more\.safetensors has weights that another file there has too: {TWICE}"):
+        load_transformer(tmp_path / "base", HIGH_NOISE, {})
+
+
 @pytest.mark.parametrize(
     ("file", "options", "message"),
     [

@@ -23,6 +23,7 @@ from patchpar.models.streaming.checkpoint import RequiredWeights, load_wan
 from patchpar.models.streaming.config import CausalOptions, StreamConfig
 from patchpar.models.streaming.convert import convert_checkpoint
 from patchpar.models.streaming.decoder import WanDecoder
+from patchpar.models.streaming.families import FAMILIES
 from patchpar.models.streaming.flow_schedule import FlowSchedule, keyed_noise
 from patchpar.models.streaming.video_folder import HIGH_NOISE
 from patchpar.plan.stream_plan import Decode, StreamPlan
@@ -420,3 +421,62 @@ def test_a_schedule_of_a_family_is_that_of_its_paper(converted: Any) -> None:
         "positions": "relative",
         "history": "clean",
     }
+
+
+@dataclass(frozen=True)
+class PublishedStream:
+    """As configurations of the released code say it: timesteps, their shift, and all else in latent frames."""
+
+    timesteps: tuple[int, ...]
+    frames: int
+    window: int
+    sinks: int = 0
+    shift: float = 1.0
+
+    @property
+    def sigmas(self) -> list[float]:
+        """Noise levels of the timesteps, warped by the shift of the schedule they are trained with."""
+        return [self.shift * t / (1000 + (self.shift - 1) * t) for t in self.timesteps]
+
+
+WARPED = (1000, 750, 500, 250, 0)
+PUBLISHED = {
+    "self-forcing": PublishedStream(WARPED, frames=3, window=21, shift=5),
+    "causvid": PublishedStream((1000, 757, 522, 0), frames=3, window=21),
+    "krea": PublishedStream(WARPED, frames=3, window=6, shift=5),
+    "longlive": PublishedStream(WARPED, frames=3, window=12, sinks=3, shift=5),
+    "streamdiffusionv2": PublishedStream((700, 500, 0), frames=1, window=6, sinks=3),
+}
+
+
+def test_noise_levels_of_the_families_are_those_published() -> None:
+    """`denoising_step_list` of each repository's configuration, warped with `timestep_shift` where it warps them.
+
+    Self-Forcing (arXiv:2506.08009, github.com/guandeh17/Self-Forcing), which Krea Realtime
+    (github.com/krea-ai/realtime-video) and LongLive (arXiv:2509.22622, github.com/NVlabs/LongLive) follow; CausVid
+    (arXiv:2412.07772, github.com/tianweiy/CausVid); StreamDiffusionV2 (arXiv:2511.07399,
+    github.com/chenfengxu714/StreamDiffusionV2). That of Live Avatar is diffusers' own: see test_speech.
+    """
+    streamed = {name for name, family in FAMILIES.items() if family.stream is not None}
+    assert streamed == {*PUBLISHED, "live-avatar"}
+    for family, wanted in PUBLISHED.items():
+        stream = FAMILIES[family].stream
+        assert stream is not None
+        assert [*stream["sigmas"]] == pytest.approx(wanted.sigmas, abs=1e-7), family
+        assert stream["sampler"] == "renoise", family
+
+
+def test_windows_and_sinks_of_the_families_are_those_published() -> None:
+    """In latent frames, the block's own included: caches of the code that is named above.
+
+    Self-Forcing and CausVid keep the 21 frames of their training videos, LongLive 12 of which the first 3 stay
+    (`local_attn_size`, `sink_size`), StreamDiffusionV2 6 of which the first 3 stay (`num_kv_cache`,
+    `num_sink_tokens`), Krea computes 3 frames anew before each block, and Live Avatar (arXiv:2512.04677, section 4.1)
+    attends to 4 blocks of 3 beside its reference.
+    """
+    for family, wanted in {**PUBLISHED, "live-avatar": PublishedStream((), frames=3, window=12)}.items():
+        stream = FAMILIES[family].stream
+        assert stream is not None
+        blocks = StreamConfig.of(stream).blocks
+        found = (blocks.frames, blocks.window * blocks.frames, blocks.sinks * blocks.frames)
+        assert found == (wanted.frames, wanted.window, wanted.sinks), family

@@ -200,6 +200,28 @@ def test_only_this_machine_is_answered(images: ImageScreen, video_screen: VideoS
     assert names_of("127.0.0.2") == [*names_of(HOME), "127.0.0.2"]  # its own address, which it prints
 
 
+def test_images_are_not_sent_to_another_site(images: ImageScreen) -> None:
+    """An <img> of a page has no Origin, but says from which site it is; players of videos send neither."""
+    images.show(frames(10, 1), 0.0, None)
+    url = f"{images.page.url}/images"
+    for own in ({}, {"Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"}, {"Origin": images.page.url}):
+        with fetch(url, **own) as answer:
+            assert next(jpegs(answer)) == pytest.approx(10, abs=2)
+            assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    evil = {"Origin": "http://evil.example"}
+    for foreign in ({"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}, evil):
+        with pytest.raises(urllib.error.HTTPError, match="403") as refused:
+            fetch(url, **foreign)
+        assert refused.value.read() == b"this request was made by another page: open this one itself"
+
+
+def test_another_site_shows_no_page_in_a_frame(images: ImageScreen, video_screen: VideoScreen) -> None:
+    """Whoever clicks there would switch on the microphone here."""
+    for screen in (images, video_screen):
+        with fetch(screen.page.url) as answer:
+            assert answer.headers["Content-Security-Policy"] == "frame-ancestors 'self'"
+
+
 def test_a_port_that_is_taken_is_a_sentence() -> None:
     with socket.socket() as other:
         other.bind((HOME, 0))

@@ -13,7 +13,6 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from patchpar.errors import PlanError, UnsupportedModel
@@ -24,7 +23,7 @@ from patchpar.models.streaming.causal.audio_conditioner import CONFIG as AUDIO_F
 from patchpar.models.streaming.causal.audio_conditioner import AudioConditioner
 from patchpar.models.streaming.lora import LORA, LoraFile, check_lora, merge_lora
 from patchpar.models.streaming.video_folder import HIGH_NOISE, LOW_NOISE, low_noise_below, read_index
-from patchpar.models.streaming.weight_files import are_original, as_diffusers, first_names
+from patchpar.models.streaming.weight_files import are_original, as_diffusers, first_names, read_entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,13 +155,12 @@ def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def _original_weights(folder: Path) -> dict[str, Tensor] | None:
-    """The weights of a folder if they have the names of Wan's own code, else None."""
-    files = sorted(folder.glob("*.safetensors"))
+    """The weights of a folder if they have the names of Wan's own code, else None. Raises PlanError."""
     names = list[str]()
-    for file in files:
+    for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as stream:
             names += stream.keys()
-    return {name: x for file in files for name, x in load_file(file).items()} if are_original(names) else None
+    return read_entries(folder) if are_original(names) else None
 
 
 def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from patchpar.models.streaming.families import SPEECH, StreamFamily, family_of
 from patchpar.models.streaming.lora import LoraFile, merge_lora, refuse_lora
 from patchpar.models.streaming.stream_folder import LOADED_BY_US
 from patchpar.models.streaming.video_folder import CONFIG, HIGH_NOISE, local_folder
-from patchpar.models.streaming.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefix
+from patchpar.models.streaming.weight_files import as_diffusers, entry_of, read_entries, tensors_of, without_prefixes
 from patchpar.plan.json_files import read_object
 
 PARTS = ("casual_audio_encoder.", "audio_injector.", "frame_packer.", "cond_encoder.", "trainable_cond_mask.")
@@ -116,8 +116,9 @@ def _networks(
     """Raises PlanError, UnsupportedModel."""
     if not family.hears_speech or config is None:
         return transformer_of(base, HIGH_NOISE, as_diffusers(weights)), None, None
-    others = {plain: x for name, x in weights.items() if (plain := without_prefix(name)).startswith(PARTS)}
-    of_transformer = {name: x for name, x in weights.items() if without_prefix(name) not in others}
+    plain = without_prefixes(weights)
+    others = {name: x for name, x in plain.items() if name.startswith(PARTS)}
+    of_transformer = {name: x for name, x in plain.items() if name not in others}
     transformer = transformer_of(base, HIGH_NOISE, as_diffusers(of_transformer))
     return transformer, _speech_parts(others, transformer, beside, config.fps), _wav2vec2_of(beside)
 

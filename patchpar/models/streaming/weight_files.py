@@ -25,6 +25,7 @@ PREFIXES = ("base_model.model.", "transformer.", "model.", "diffusion_model.")
 """What checkpoints, and LoRAs of PEFT and diffusers, put before the names."""
 WRAPPER = "_fsdp_wrapped_module."
 """What torch's FSDP puts into the names of what it has trained."""
+ONCE = "give a checkpoint that has each weight once"
 ORIGINAL = "blocks.0.self_attn.q.weight"
 OWN = ("self_attn", "cross_attn", "ffn.0", "ffn.2", "time_embedding", "text_embedding", "time_projection", "head.head")
 """Parts of names that Wan's own code has and diffusers has not."""
@@ -116,14 +117,32 @@ def are_original(names: Collection[str]) -> bool:
     return any(without_prefix(name) == ORIGINAL for name in names)
 
 
+def without_prefixes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights, each of any shape, by names inside the transformer. Raises PlanError where two have the same."""
+    names = dict[str, list[str]]()
+    for name in weights:
+        names.setdefault(without_prefix(name), []).append(name)
+    if twice := [" and ".join(sorted(each)) for each in names.values() if len(each) > 1]:
+        raise PlanError(f"{first_names(twice)} are one weight: {ONCE}")
+    return {plain: weights[name] for plain, (name,) in names.items()}
+
+
 def as_diffusers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights of any shapes under the names of diffusers' WanTransformer3DModel, by diffusers' converter."""
+    """Return weights, each of any shape, under the names of diffusers' WanTransformer3DModel, by diffusers' converter.
+
+    Raises PlanError for a weight under two names, one of which would replace the other.
+    """
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
-    plain = {without_prefix(name): x for name, x in weights.items()}
+    plain = without_prefixes(weights)
     if not are_original(plain):
         return plain
-    converted: dict[str, Tensor] = convert_wan_transformer_to_diffusers(plain)
+    plain = {name: x.detach() for name, x in plain.items()}  # each an object of its own, also where two are tied
+    converted: dict[str, Tensor] = convert_wan_transformer_to_diffusers(dict(plain))  # which empties what it gets
+    if len(converted) < len(plain):
+        kept = {id(x) for x in converted.values()}
+        lost = first_names(name for name, x in plain.items() if id(x) not in kept)
+        raise PlanError(f"of {lost} there is another one by its name in diffusers, or in Wan's own code: {ONCE}")
     return converted
 
 
