@@ -107,8 +107,7 @@ class WorkerGroup:
             on_event(rank, event)
 
         while True:
-            for rank in [rank for rank, deaths in self._deaths.items() if deaths >= PATIENCE]:
-                self._do_without(rank)
+            self._do_without_failing()
             try:
                 return self._ranks.call(
                     "run", run, on_event=receive, on_start=lambda send: on_start(partial(self._send_within_plan, send))
@@ -129,6 +128,12 @@ class WorkerGroup:
         """End the ranks. Idempotent."""
         self._is_closed = True
         self._ranks.close()
+
+    def _do_without_failing(self) -> None:
+        """Restart without the device of a rank that has died PATIENCE times. Raises LaunchError if it fails."""
+        for rank in [rank for rank, deaths in self._deaths.items() if deaths >= PATIENCE]:
+            if self._do_without(rank):
+                return  # the other ranks have other numbers now
 
     def _do_without(self, rank: int | None) -> bool:
         """Restart without the device of `rank`; returns whether that was possible. Raises LaunchError if it fails."""
