@@ -4,7 +4,6 @@ AttentionReplaced      the function in torch.nn.functional, as models call it: c
 SdpaMode               a mode, which sees every function: for models that have imported the function itself
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, handle_torch_function
 
 from patchpar.shard.precision import autocast_dtype
+from patchpar.shard.torch_replacement import TorchReplacement
 
 T = TypeVar("T")
 TORCHS: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -142,34 +142,7 @@ def _is_of_others() -> bool:
     return not type(mode).__module__.startswith("patchpar.")
 
 
-class _Replacement:
-    """Puts `dispatch_attention` in torch.nn.functional while any thread needs it.
-
-    `before`: the function that it stands for.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._users = threading.Lock(), 0
-        self.before = TORCHS
-
-    def add_user(self) -> None:
-        """Replace the function for the first user."""
-        with self._lock:
-            if not self._users and F.scaled_dot_product_attention is not dispatch_attention:
-                self.before = F.scaled_dot_product_attention
-                vars(F)[_NAME] = dispatch_attention
-            self._users += 1
-
-    def remove_user(self) -> None:
-        """Restore the function after the last user, unless another library has replaced it since."""
-        with self._lock:
-            self._users -= 1
-            if not self._users and F.scaled_dot_product_attention is dispatch_attention:
-                vars(F)[_NAME] = self.before
-
-
-_NAME = "scaled_dot_product_attention"
-_REPLACEMENT = _Replacement()
+_REPLACEMENT = TorchReplacement(F, "scaled_dot_product_attention", dispatch_attention)
 
 
 def beneath(function: Any) -> Any:
