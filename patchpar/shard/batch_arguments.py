@@ -27,10 +27,8 @@ from patchpar.shard.batch import Batch, count_branches, sample_of
 from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.precision import full_precision
 from patchpar.shard.step_caches import caches_set_aside
-from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.transformer.probe.latent import name_of_latent
 from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
-from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls_of
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split, is_out_of_memory
 from patchpar.shard.verification import (
     Call,
@@ -116,8 +114,7 @@ class BatchArguments:
 
     def _smaller(self, plain: Plain, call: Call) -> Call:
         """Return the largest call with fewer tokens that every rank can run. Raises PlanError where none can be."""
-        arguments = CallArguments.of(self.network, *call)
-        for each in smaller_calls(arguments, name_of_latent(self.network, arguments)):
+        for each in smaller_calls_of(self.network, call):
             fits = False
             try:
                 each.passed_to(plain)
@@ -138,8 +135,8 @@ class BatchArguments:
 
         None where a plain forward takes several ranks, or where parts of a list are padded to its longest.
         """
-        arguments, found = CallArguments.of(self.network, *call), self.of(plain, call)
-        for each in smaller_calls(arguments, name_of_latent(self.network, arguments)) if self.alone else ():
+        found = self.of(plain, call)
+        for each in smaller_calls_of(self.network, call) if self.alone else ():
             smaller = each.args, each.kwargs
             batch = Batch.of(sample_of(*smaller), found)
             if batch.by_item:

@@ -22,9 +22,7 @@ from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import Cut
 from patchpar.shard.foreign.guarded_call import GuardedCall
 from patchpar.shard.step_caches import cache_of, caches_set_aside
-from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.transformer.probe.latent import name_of_latent
-from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls_of
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.watched_network import WatchedNetwork
 from patchpar.strategies.data.split import PromptSlice
@@ -141,8 +139,7 @@ class PromptCheck:
                 return rows.ours_in(floats_in(plain(*args, **kwargs)), by_item=batch.by_item)
 
         def smaller() -> Iterator[GuardedCall]:
-            arguments = CallArguments.of(self.denoiser, *call)
-            for each in smaller_calls(arguments, name_of_latent(self.denoiser, arguments)):
+            for each in smaller_calls_of(self.denoiser, call):
                 own = partial(each.passed_to, plain)
                 yield replace(guarded, plain=partial(for_all, (each.args, each.kwargs)), split=own, smaller=tuple)
 

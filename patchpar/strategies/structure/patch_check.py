@@ -22,9 +22,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.foreign.check import ForeignCheck
 from patchpar.shard.foreign.cuts import branch_cuts
 from patchpar.shard.foreign.guarded_call import GuardedCall
-from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.transformer.probe.latent import name_of_latent
-from patchpar.shard.transformer.probe.smaller_call import smaller_calls
+from patchpar.shard.transformer.probe.smaller_call import smaller_calls_of
 from patchpar.shard.verification import Call, call_signature
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.shard.watched_network import WatchedNetwork
@@ -53,8 +51,7 @@ class PatchCall:
 
     def smaller(self, network: nn.Module) -> "Iterator[PatchCall]":
         """Yield such calls for smaller patches of that network, the largest first."""
-        arguments = [CallArguments.of(network, *each) for each in (self.whole, self.own)]
-        for pair in zip(*(smaller_calls(each, name_of_latent(network, each)) for each in arguments), strict=False):
+        for pair in zip(*(smaller_calls_of(network, each) for each in (self.whole, self.own)), strict=False):
             whole, own = ((each.args, each.kwargs) for each in pair)
             yield replace(self, whole=whole, own=own)
 

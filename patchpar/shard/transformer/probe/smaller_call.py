@@ -9,14 +9,21 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchpar.shard.transformer.probe.capture import CallArguments
-from patchpar.shard.transformer.probe.latent import is_latent
+from patchpar.shard.transformer.probe.latent import is_latent, name_of_latent
+from patchpar.shard.verification import Call
 
 IMAGE_SIDES = (16, 32, 64)
 COARSER = (2, 4, 8, 16)
 FEWEST_TOKENS = 64
+
+
+def smaller_calls_of(network: nn.Module, call: Call) -> Iterator[CallArguments]:
+    """Return what `smaller_calls` does for a call of a network, which tells its latent."""
+    arguments = CallArguments.of(network, *call)
+    return smaller_calls(arguments, name_of_latent(network, arguments))
 
 
 def smaller_calls(arguments: CallArguments, latent: str) -> Iterator[CallArguments]:
